@@ -56,6 +56,7 @@ from fshard.mesh.collectives.send_recv import recv, send
 from fshard.mesh.layout import Layout, Mesh, P, use_mesh
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded, from_local, typeof
+from fshard.mesh.reshard.broadcast_to import broadcast_to
 from fshard.mesh.reshard.device_put import device_put, reshard, unshard
 from fshard.mesh.spmd.run import run
 from fshard.mesh.spmd.shard_map import shard_map
@@ -98,6 +99,7 @@ __all__ = [
     "device_put",
     "reshard",
     "unshard",
+    "broadcast_to",
     "from_local",
     "typeof",
     "visualize",

@@ -278,6 +278,11 @@ def _value(x: Sharded) -> Tensor:
             f"the value of {typeof(x)} needs communication, which fs.array.explicit() forbids. Use "
             "fs.unshard(x)."
         )
+    if not x.is_local:
+        raise LayoutError(
+            f"the value of {typeof(x)} is needed, but this process is none of {x.mesh.grid}. Read "
+            "it where mesh.is_member, or get it by fs.broadcast_to(fs.unshard(x), source=mesh)."
+        )
     if x.mesh.runtime == "abstract":
         raise LayoutError(
             f"the value of {typeof(x)} is needed, but on an abstract mesh arrays have none."

@@ -105,10 +105,14 @@ def _drawn(
     layout = as_layout(layout)
     array = zeros(shape, layout=layout, dtype=dtype)
     mesh = array.mesh
-    if mesh.runtime == "abstract":
+    if mesh.runtime == "abstract" and mesh.is_member:
         return array
-    _validate_equal_generators(mesh, generator or torch.default_generator)
+    if array.is_local:
+        _validate_equal_generators(mesh, generator or torch.default_generator)
+    # Outside of the mesh too, so that all processes draw the same numbers later.
     values = draw(torch.empty(array.shape, dtype=array.dtype))
+    if not array.is_local:
+        return array
     if not layout.spec.is_flat:
         for dim, axes in enumerate(array.spec.dims(array.ndim)):
             values = in_zigzag_order(values, mesh, axes, dim)

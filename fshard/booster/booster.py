@@ -345,6 +345,8 @@ class Booster(Checkpointing):
         mesh = self._state.mesh
         axes = self._state.plugin.axes()
         validate_inside(mesh)
+        if not mesh.is_member:
+            return map_leaves(lambda x: None, tree)
 
         def scaled(x: Any) -> Tensor:
             dtype = None if isinstance(x, Tensor) else torch.float64
@@ -364,7 +366,7 @@ class Booster(Checkpointing):
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Scale the gradients to a total norm of at most `max_norm`; return the norm before."""
         return _optimizer(optimizer).clip_grad_by_norm(max_norm, norm_type, error_if_nonfinite)
 

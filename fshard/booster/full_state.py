@@ -56,6 +56,8 @@ def full_leaves(tree: PyTree) -> list[NamedLeaf]:
 
 def _full(x: Any) -> Any:
     if isinstance(x, JoinedArray):
+        if any(part is None for part in x.parts):
+            return None  # outside of the mesh
         return torch.cat([*x.parts], x.dim)
     return x.detach().clone() if isinstance(x, Tensor) else x
 

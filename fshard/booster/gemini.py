@@ -276,7 +276,7 @@ def _measured(
     step: Any, opt: ShardedOptimizer, params: PyTree, buffers: PyTree, batch: Any
 ) -> Placement:
     """Measure a step on the abstract mesh, in a thread: the caller is a device of another mesh."""
-    mesh = replace(step.mesh, runtime="abstract", device_type="meta", numbers=None)
+    mesh = replace(step.mesh, runtime="abstract", device_type="meta", numbers=None, is_member=True)
     abstract_params = abstract_like(params, mesh, lambda x: x.layout.memory)
     abstract_opt = opt.on_mesh(mesh)
 

@@ -31,7 +31,7 @@ from fshard.booster.loader import DeviceState
 from fshard.booster.loss_check import LossCheck, loss_in
 from fshard.booster.model import BoostedModel, validate_inside
 from fshard.booster.plugins import Plugin
-from fshard.errors import MismatchError, ModuleError
+from fshard.errors import MismatchError, ModuleError, ScopeError
 from fshard.memory.kinds import claim, purpose
 from fshard.mesh.layout import Layout, Mesh, PyTree
 from fshard.mesh.reshard.device_put import unshard
@@ -80,6 +80,7 @@ def as_device(
     @wraps(method)
     def run(self: LoopModel, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
         validate_inside(self.mesh)
+        _validate_member(self.mesh)
         scope = as_one_device(resolve_mesh(self.mesh), mapped=self.mesh.axis_names)
         with (
             deterministic(self.is_reproducible, self.mesh.device_type),
@@ -89,6 +90,15 @@ def as_device(
             return method(self, *args, **kwargs)
 
     return run
+
+
+def _validate_member(mesh: Mesh) -> None:
+    """Raise outside of a mesh: the caller's own code between forward and backward needs values."""
+    if not mesh.is_member:
+        raise ScopeError(
+            f"a loop must run on the devices of {mesh.grid}; this process is none of them. Write "
+            "if mesh.is_member: around the loop, but not around boost, fs.save and fs.reshard."
+        )
 
 
 class Forward(NamedTuple):

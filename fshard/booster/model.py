@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys  # pyright: ignore[reportPrivateUsage]
 
 from fshard.booster.full_state import full_leaves, put
 from fshard.booster.plugins import Plugin
@@ -308,9 +309,14 @@ class BoostedModel(nn.Module, ShardedObject):
         self._steps += 1
         self._forwards = 0
 
-    def unwrap(self) -> nn.Module:
-        """Return a copy of the module with full parameters; all devices must call it."""
+    def unwrap(self) -> nn.Module | None:
+        """Return a copy of the module with full parameters; all devices must call it.
+
+        It is None on processes outside of the mesh.
+        """
         self.slots.validate_params()
+        if not self.mesh.is_member:
+            return None
         tree = self._arrays()
         if self.replicas is not None:
             tree = self.replicas.mean(tree)
@@ -371,9 +377,12 @@ class BoostedModel(nn.Module, ShardedObject):
     def state_dict(self, **options: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return full parameters and buffers, as the module's method does.
 
-        All devices must call it.
+        All devices must call it. On processes outside of the mesh values are None.
         """
-        return self.unwrap().state_dict(**options)
+        module = self.unwrap()
+        if module is None:
+            return dict.fromkeys(self._local_state())
+        return module.state_dict(**options)
 
     def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: Mapping[str, Any], strict: bool = True
@@ -384,6 +393,8 @@ class BoostedModel(nn.Module, ShardedObject):
         shapes, hooks and extra state mean what they mean to the module.
         """
         module = self.unwrap()
+        if module is None:  # outside of the mesh
+            return _IncompatibleKeys([], [])
         arrays = self._local_state()
         differences = module.load_state_dict(state_dict, strict=strict)
         values = module.state_dict()

@@ -106,6 +106,7 @@ class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
     ) -> None:
         self.optim = optim
         self.model = model
+        self.mesh = model.mesh
         self._source = source
         self._partitioned = partitioned
         self._plugin = plugin
@@ -126,9 +127,11 @@ class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
 
     @property
     def scale(self) -> float:
-        """The loss scale."""
+        """The loss scale; 1 outside of the mesh, where nothing is scaled."""
         loss_scale = self._partitioned().loss_scale
-        return 1.0 if loss_scale is None else float(loss_scale(self.state))
+        if loss_scale is None or not self.model.mesh.is_member:
+            return 1.0
+        return float(loss_scale(self.state))
 
     def reduce_gradients(self) -> PyTree:
         """Return the gradients of all backwards since the last step, in their layouts.
@@ -186,7 +189,7 @@ class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Scale the gradients to a total norm of at most `max_norm`; return the norm before.
 
         `norm_type` is p of the norm: 2 the Euclidean one, "inf" the largest element.
@@ -200,12 +203,13 @@ class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
         )
         with exact_norms(self.model.is_reproducible):
             norm = global_norm(self.reduce_gradients(), order)
-        if error_if_nonfinite and not norm.isfinite():
+        has_value = self.model.mesh.is_member
+        if error_if_nonfinite and has_value and not norm.isfinite():
             raise OptimizerError(
                 f"clip_grad_norm: the norm of the gradients must be finite; got {norm.item()}."
             )
         self._grads = shrunk(self.reduce_gradients(), norm, max_norm * scale)
-        return norm / scale
+        return norm / scale if has_value else None
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Keep each element of the gradients between -clip_value and clip_value."""
@@ -248,7 +252,7 @@ class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
                     model.params, self.state = write(params)
                 else:
                     model.params, self.state = model.combine(write)
-        if opt.loss_scale is not None:
+        if opt.loss_scale is not None and model.mesh.is_member:
             lower_scale(opt.loss_scale(self.state), scale, model.largest_loss)
         self._grads = None
         model.slots.gradients.exist = False

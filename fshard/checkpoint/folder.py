@@ -28,12 +28,13 @@ import torch
 
 from fshard.checkpoint.files import LOCK, FolderLockedError, disk, locked_folder
 from fshard.checkpoint.index import INDEX, read_index
+from fshard.checkpoint.names import mesh_of_some
 from fshard.checkpoint.restore import restore
 from fshard.checkpoint.save import ended_saves, meet, next_token, run_token, snapshot, write
-from fshard.checkpoint.snapshot import TreeSnapshot
+from fshard.checkpoint.snapshot import TreeSnapshot, as_device_of
 from fshard.checkpoint.source import explain_absence
 from fshard.errors import CheckpointError
-from fshard.mesh.layout import PyTree
+from fshard.mesh.layout import Mesh, PyTree
 from fshard.transforms.options import integer
 
 
@@ -89,7 +90,10 @@ class Checkpoints:
         self._callers: set[int] = set()  # threads that are in `save`
         self._metrics: dict[int, Mapping[str, float]] = {}  # by step, as far as they are read
 
-        # The save in the background, what it has raised, and the memory that it writes from.
+        self._is_first_writer = False
+        # The save in the background, its mesh if that is of some devices, what it has raised, and
+        # the memory that it writes from.
+        self._mesh: Mesh | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._staging: dict[int, torch.Tensor] = {}
@@ -158,23 +162,34 @@ class Checkpoints:
             return
 
         self._join()
-        token = next_token()
-        content = snapshot(self.path / str(step), token, tree, metrics)
-        if metrics:
-            self._validate_metrics(content.index.metrics)
-        if not wait:
-            with torch.no_grad():
-                content = content.staged(self._staging)
-        if wait or is_last:
-            self._write(step, content, token)
-        else:
-            self._start_write(step, content, token)
-
+        mesh = mesh_of_some(tree)
+        is_writer = mesh is None or mesh.is_member
+        if is_writer:
+            self._mesh = mesh
+            with as_device_of(mesh):
+                self._save_here(step, tree, wait or is_last, metrics)
         if is_last:
-            # All have written, so all have read the marker.
-            if run_token() and 0 in content.shares:
+            # If all have written, all have read the marker. Processes outside of a mesh may not
+            # have read it yet: then it stays.
+            if run_token() and self._is_first_writer and mesh is None:
                 disk.unlink(self._marker())
             termination.end()
+
+    def _save_here(
+        self, step: int, tree: PyTree, wait: bool, metrics: Mapping[str, Any] | None
+    ) -> None:
+        """Save the shares of the devices held here."""
+        token = next_token()
+        content = snapshot(self.path / str(step), token, tree, metrics)
+        self._is_first_writer = 0 in content.shares
+        if metrics:
+            self._validate_metrics(content.index.metrics)
+        if wait:
+            self._write(step, content, token)
+            return
+        with torch.no_grad():
+            content = content.staged(self._staging)
+        self._start_write(step, content, token)
 
     def _validate_metrics(self, metrics: Mapping[str, float]) -> None:
         """Raise if metrics are without the one that is `best`."""
@@ -196,7 +211,8 @@ class Checkpoints:
     def _join(self) -> None:
         """Wait for the save in the background; raise its errors."""
         if self._thread is not None:
-            meet()  # so that all devices have begun to write
+            with as_device_of(self._mesh):
+                meet()  # so that all devices have begun to write
             self._thread.join()
             self._thread = None
         if self._error is not None:

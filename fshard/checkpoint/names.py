@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import CheckpointError
-from fshard.mesh.layout import PyTree, flatten
+from fshard.mesh.layout import Mesh, PyTree, flatten
 from fshard.mesh.layout.sharded import Sharded, key_of, stack
 from fshard.mesh.layout.tree import NAMESPACE
 
@@ -136,6 +136,8 @@ def as_leaf(x: Any) -> Any:
 def _are_equal(numbers: Sequence[Any]) -> bool:
     """Return True if numbers, plain or replicated, are equal on all devices held here."""
     first, *others = [_shards_of(x) for x in numbers]
+    if first[0].is_meta:
+        return True  # outside of their mesh, where nothing is stored
     return all(all(map(torch.equal, shards, first)) for shards in others)
 
 
@@ -169,7 +171,12 @@ def is_object(x: Any) -> bool:
 
 
 class ShardedObject:
-    """A base class of objects whose state is stored as shards, unlike that of their `state_dict`."""
+    """A base class of objects whose state is stored as shards, unlike that of their `state_dict`.
+
+    `mesh`: of the shards.
+    """
+
+    mesh: Mesh
 
     def sharded_state(self) -> Any:
         """Return the tree that is stored."""
@@ -212,6 +219,46 @@ def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
         return _optree.tree_unflatten(structure, closed)
 
     return _optree.tree_unflatten(structure, states), close
+
+
+def mesh_of_some(tree: PyTree) -> Mesh | None:
+    """Return the mesh of a tree's arrays, if it has some devices; None if they are on all, or none.
+
+    The caller may be outside of it.
+    """
+    try:
+        flatten(tree)  # registers the dataclasses in it
+        leaves, _ = _optree.tree_flatten(
+            tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE
+        )
+    except RecursionError:
+        return None  # what saves the tree raises for it
+
+    objects: list[Any] = []  # whose arrays their state alone shows
+    for leaf in leaves:
+        mesh = _mesh_of_leaf(leaf)
+        if mesh is not None:
+            is_of_some = mesh.numbers is not None or not mesh.is_member
+            return mesh if is_of_some else None
+        if is_object(leaf):
+            objects.append(leaf)
+    for x in objects:
+        mesh = mesh_of_some(x.state_dict())
+        if mesh is not None:
+            return mesh
+    return None
+
+
+def _mesh_of_leaf(leaf: Any) -> Mesh | None:
+    """Return the mesh of an array, or of an object of arrays; None for another leaf."""
+    x = as_leaf(leaf)
+    if isinstance(x, ShardedObject):
+        return x.mesh
+    if is_array(x):
+        for _, array in stored_parts(x):
+            if isinstance(array, Sharded):
+                return array.mesh
+    return None
 
 
 def _unchanged(x: Any) -> Any:

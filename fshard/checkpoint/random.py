@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fshard.checkpoint.snapshot import calling_device
 from fshard.errors import CheckpointError
-from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout import Layout, P
 from fshard.mesh.layout.sharded import Sharded
 from fshard.randomness import folded
 
@@ -62,17 +62,17 @@ class RandomState:
         """Return the number of bytes of each state, and the rows."""
         states = {name: _as_bytes(x.get()) for name, x in self._generators().items()}
         rows: Any = torch.cat([*states.values()])[None]
-        runtime, size, _ = calling_device()
-        if runtime:
-            layout = Layout(Mesh((("device", size),), runtime, "cpu"), P("device"))
-            rows = Sharded((size, rows.numel()), layout, (rows,))
+        mesh, _ = calling_device()
+        if mesh is not None:
+            layout = Layout(mesh, P("device"))
+            rows = Sharded((mesh.size, rows.numel()), layout, (rows,))
         return {"sizes": [[name, len(state)] for name, state in states.items()], "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set all generators; that of a GPU if both sides have one."""
         generators = self._generators()
         rows = state["rows"]
-        _, _, device = calling_device()
+        _, device = calling_device()
         if isinstance(rows, Sharded):
             # As `state_dict` has returned it: this device's row alone.
             rows = rows.shards[0]

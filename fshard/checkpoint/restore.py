@@ -34,6 +34,7 @@ from fshard.checkpoint.names import (
     is_array,
     is_object,
     leaves_of,
+    mesh_of_some,
     name_of,
     opened,
     shaped,
@@ -41,6 +42,7 @@ from fshard.checkpoint.names import (
     tie_key,
 )
 from fshard.checkpoint.random import RandomState
+from fshard.checkpoint.snapshot import as_device_of
 from fshard.checkpoint.source import Source, StoredArray, Target
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Mesh, P, PyTree, dtype_name
@@ -96,13 +98,32 @@ def restore(
         cast: convert to the target's dtypes.
         trust: True: read a folder of torch.distributed.checkpoint too, whose metadata is a pickle
             that can run any code.
+
+    Arrays on a mesh of some devices are read by these. Other processes read the names, types and
+    plain values alone.
     """
     if mesh is None and isinstance(target, P | Fsdp):
         raise ValueError(
             "restore: mesh must be that of the rules; got None. "
             "Give mesh=, or a tree to restore into."
         )
-    source = RenamedSource(open_source(Path(path), trust=trust), only, rename)
+    devices = mesh_of_some(target) if mesh is None else mesh
+    has_numbers = devices is not None and devices.is_member and devices.numbers is not None
+    with as_device_of(devices if has_numbers else None):
+        source = RenamedSource(open_source(Path(path), trust=trust), only, rename)
+        return _restore_here(source, f"restore {path}", target, mesh, strict=strict, cast=cast)
+
+
+def _restore_here(
+    source: RenamedSource,
+    caller: str,
+    target: PyTree | Rules,
+    mesh: Mesh | None,
+    *,
+    strict: bool,
+    cast: bool,
+) -> Any:
+    """Return the content of a source, as a device of the target's mesh."""
     source.check()
     if mesh is not None:
         target = _sharded_tree(source, target, mesh)
@@ -119,7 +140,7 @@ def restore(
 
     differences, skipped = _compare(source, wanted, states, cast)
     if strict and differences:
-        raise CheckpointError(f"restore {path}: {_explained(differences)}")
+        raise CheckpointError(f"{caller}: {_explained(differences)}")
     _read_arrays(source, [leaf for leaf in wanted if leaf.name not in skipped])
 
     values: list[Any] = []
@@ -640,6 +661,8 @@ def _spans(x: Any) -> list[tuple[Span, Tensor]]:
     """Return the ranges of an array that are held here, and their shards."""
     if not isinstance(x, Sharded):
         return [(full_span(x.shape), x)]
+    if not x.is_local:
+        return []
     x.check()
     devices = local_devices(x.mesh)
     pairs = zip(devices, x.shards, strict=True)

@@ -21,6 +21,7 @@ import secrets
 import sys
 import threading
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -48,7 +49,8 @@ from fshard.checkpoint.files import (
     write_file,
 )
 from fshard.checkpoint.index import INDEX, Index, WriterFiles, as_text, read_sealed, sealed
-from fshard.checkpoint.snapshot import TreeSnapshot, snapshot_of
+from fshard.checkpoint.names import mesh_of_some
+from fshard.checkpoint.snapshot import TreeSnapshot, as_device_of, snapshot_of
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import broadcast, pmax
 from fshard.mesh.layout import PyTree
@@ -72,7 +74,8 @@ def save(
     """Save a tree of arrays, numbers, strings and objects with a `state_dict`, for any layout.
 
     Called by all processes. The folder is a checkpoint from the moment when all have written; if
-    one fails or does not arrive, all raise, and what the folder had before is unchanged.
+    one fails or does not arrive, all raise, and what the folder had before is unchanged. Of arrays
+    on a mesh of some devices these write; on other processes it returns at once.
 
     Args:
         path: a folder, which is made.
@@ -92,9 +95,13 @@ def save(
     {'x': tensor([0., 1., 2., 3., 4., 5., 6., 7.]), 'steps': 3}
     """
     folder = Path(path)
-    token = next_token()
-    content = snapshot(folder, token, tree, metrics)
-    write(folder, content, token, timeout)
+    mesh = mesh_of_some(tree)
+    if mesh is not None and not mesh.is_member:
+        return
+    with as_device_of(mesh):
+        token = next_token()
+        content = snapshot(folder, token, tree, metrics)
+        write(folder, content, token, timeout)
 
 
 @torch.no_grad()
@@ -114,7 +121,7 @@ def snapshot(
 
 
 _counts: dict[str, Iterator[int]] = {}
-"""The numbers of saves to come, by the token of the run."""
+"""The numbers of saves to come, by the token of the run and its devices."""
 
 
 def run_token() -> str:
@@ -137,9 +144,13 @@ def next_token() -> str:
     run = run_token()
     if not run:
         return secrets.token_hex(7)
-    # Processes call `save` alike, so they count alike, without sending anything.
-    number = next(_counts.setdefault(run, count()))
-    return f"{run}{number:x}"
+    # Processes call `save` alike, so they count alike, without sending anything: those of a mesh
+    # of some devices count the saves of these devices.
+    token = run
+    if scope is not None and scope.mesh.numbers is not None:
+        token += f"{zlib.crc32(repr(scope.mesh.numbers).encode()):08x}"
+    number = next(_counts.setdefault(token, count()))
+    return f"{token}{number:x}"
 
 
 def write(folder: Path, tree: TreeSnapshot, token: str, timeout: float) -> None:
@@ -161,7 +172,7 @@ def write(folder: Path, tree: TreeSnapshot, token: str, timeout: float) -> None:
         if failure is not None:
             raise failure
         with named_errors(f"{folder} cannot be committed"):
-            _commit(folder, tree.index, token, device, timeout)
+            _commit(folder, tree, token, device, timeout)
 
 
 def _make_checkpoint_folder(folder: Path) -> None:
@@ -264,10 +275,11 @@ def _write_share(
 # progress can be removed; then `_validate_files` raises, before the commit or after it.
 
 
-def _commit(folder: Path, index: Index, token: str, device: int, timeout: float) -> None:
+def _commit(folder: Path, tree: TreeSnapshot, token: str, device: int, timeout: float) -> None:
     """Write the index as soon as all manifests are there, or wait for the device that does."""
     deadline = time.monotonic() + timeout
-    _wait_for_manifests(folder, index, token, device, timeout)
+    index = tree.index
+    _wait_for_manifests(folder, tree, token, device, timeout)
     try:
         with locked_folder(folder, deadline - time.monotonic()):
             if not _is_committed(folder, token):
@@ -281,10 +293,10 @@ def _commit(folder: Path, index: Index, token: str, device: int, timeout: float)
 
 
 def _wait_for_manifests(
-    folder: Path, index: Index, token: str, device: int, timeout: float
+    folder: Path, tree: TreeSnapshot, token: str, device: int, timeout: float
 ) -> None:
     """Wait until all devices have written; raise if one has failed, has ended, or is late."""
-    manifests = {f"{token}-{writer}.json": writer for writer in range(index.devices)}
+    manifests = {f"{token}-{writer}.json": writer for writer in range(tree.index.devices)}
     deadline = time.monotonic() + timeout
     next_look = time.monotonic() + 1
     while True:
@@ -307,7 +319,7 @@ def _wait_for_manifests(
             next_look = time.monotonic() + 1
             ended: list[str] = []
             for writer in missing:
-                if _has_ended(folder, index, token, writer, device):
+                if _has_ended(folder, tree.ranks, token, writer, device):
                     ended.append(str(writer))
             if ended:
                 reason = f"the processes of devices {', '.join(ended)} have ended."
@@ -332,9 +344,11 @@ def _check_marks(folder: Path, token: str, names: Iterable[str]) -> None:
         raise CheckpointError(f"{folder} is not saved, since another device failed: {texts}")
 
 
-def _has_ended(folder: Path, index: Index, token: str, writer: int, device: int) -> bool:
+def _has_ended(
+    folder: Path, ranks: Sequence[int] | None, token: str, writer: int, device: int
+) -> bool:
     """Return True if the process of a writer has ended: its link is closed, or its lock is free."""
-    if dist.is_initialized() and index.devices == dist.get_world_size() and has_ended(writer):
+    if ranks is not None and has_ended(ranks[writer]):
         return True
     lock = folder / f"{token}-{writer}.lock"
     own_lock = folder / f"{token}-{device}.lock"

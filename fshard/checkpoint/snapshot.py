@@ -12,7 +12,8 @@ replicated over model=2, so each device writes 2 elements of its shard:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,12 +37,12 @@ from fshard.checkpoint.names import (
     validate_unique,
 )
 from fshard.errors import CheckpointError
-from fshard.mesh.layout import Layout, Mesh, PyTree, Runtime
+from fshard.mesh.layout import Layout, Mesh, PyTree
 from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.layout.kinds import empty_in, owned_by
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.runtimes.launchers import process_count, process_index
-from fshard.mesh.spmd.run import device_of, is_outside
+from fshard.mesh.spmd.run import as_one_device, device_of, is_outside
 from fshard.mesh.spmd.scope import here
 
 
@@ -62,12 +63,14 @@ class TreeSnapshot:
         shares: the ranges by device, in the order of its file.
         replicas: by device the digest of its shard of each array, "" of those that no other device
             has.
+        ranks: of the processes that write, by their device; None for virtual devices.
         wait: returns when the values of the ranges are there.
     """
 
     index: Index
     shares: Mapping[int, Sequence[WrittenRange]]
     replicas: Mapping[int, Sequence[str]]
+    ranks: Sequence[int] | None = None
     wait: Callable[[], object] = tuple
 
     def staged(self, staging: dict[int, Tensor]) -> TreeSnapshot:
@@ -94,7 +97,8 @@ class TreeSnapshot:
                 originals.append(x.values)
                 copies.append(copied)
                 shares[device].append(x._replace(values=copied))
-        return TreeSnapshot(self.index, shares, self.replicas, start_read(originals, copies))
+        wait = start_read(originals, copies)
+        return TreeSnapshot(self.index, shares, self.replicas, self.ranks, wait)
 
 
 def snapshot_of(tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeSnapshot:
@@ -118,11 +122,15 @@ def snapshot_of(tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeS
             stored.extend([(leaf, offset, x) for offset, x in stored_parts(leaf.value)])
 
     tensors = [x for _, _, x in stored]
-    size, devices = _writers(tensors)
+    mesh, devices = _writers(tensors)
+    size = 1 if mesh is None else mesh.root_size
     entries = _entries(stored, size)
     index = Index(size, entries, [*ties.values()], values, _numbers(metrics))
     shares = {device: [*_share(index, tensors, device)] for device in devices}
-    return TreeSnapshot(index, shares, _replica_digests(entries, tensors, devices))
+    ranks = None
+    if mesh is not None and mesh.runtime == "process":
+        ranks = mesh.devices
+    return TreeSnapshot(index, shares, _replica_digests(entries, tensors, devices), ranks)
 
 
 def _entries(
@@ -181,8 +189,8 @@ def _with_states(leaves: Iterable[NamedLeaf]) -> Iterator[NamedLeaf]:
             yield leaf
 
 
-def _writers(arrays: Sequence[Any]) -> tuple[int, Sequence[int]]:
-    """Return the number of devices that write, and those held here.
+def _writers(arrays: Sequence[Any]) -> tuple[Mesh | None, Sequence[int]]:
+    """Return a mesh of the devices that write, None for one without others; and those held here.
 
     Raises if arrays are on different devices.
     """
@@ -193,30 +201,46 @@ def _writers(arrays: Sequence[Any]) -> tuple[int, Sequence[int]]:
             meshes[x.mesh] = None
 
     has_values = all(mesh.runtime != "abstract" for mesh in meshes)
-    if len({(mesh.root_size, mesh.runtime) for mesh in meshes}) > 1 or not has_values:
+    if len({(mesh.devices, mesh.runtime) for mesh in meshes}) > 1 or not has_values:
         names = ", ".join(map(str, meshes))
         raise CheckpointError(
             f"save: all arrays must be on the same devices, which have values; got {names}."
         )
     if not meshes:
-        _, size, device = calling_device()
-        return size, [device]
+        mesh, device = calling_device()
+        return mesh, [device]
     mesh = next(iter(meshes))  # any of them: they have the same devices
-    size = mesh.root_size
-    return size, range(size) if is_outside(mesh) else [device_of(mesh)]
+    devices = range(mesh.root_size) if is_outside(mesh) else [device_of(mesh)]
+    return mesh, devices
 
 
-def calling_device() -> tuple[Runtime | None, int, int]:
-    """Return the runtime, the number of all devices and that of the caller.
+def calling_device() -> tuple[Mesh | None, int]:
+    """Return a mesh of all devices around the caller, and the caller's number in it.
 
-    It is (None, 1, 0) for a process without others.
+    It is (None, 0) for a process without others.
     """
     scope = here()
     if scope is not None:
-        return scope.mesh.runtime, scope.mesh.root_size, scope.device
+        mesh = scope.mesh
+        axes = (("device", mesh.root_size),)
+        return Mesh(axes, mesh.runtime, "cpu", None, mesh.numbers), scope.device
     if dist.is_initialized():
-        return "process", process_count(), process_index()
-    return None, 1, 0
+        return Mesh((("device", process_count()),), "process", "cpu"), process_index()
+    return None, 0
+
+
+@contextmanager
+def as_device_of(mesh: Mesh | None) -> Generator[None]:
+    """Run a block as the device of a mesh of some devices that the caller is.
+
+    So all that names no mesh is of its devices: tokens of saves, waits, random states. With None,
+    and for a caller that has all devices, the block runs as it is.
+    """
+    if mesh is None or is_outside(mesh):
+        yield
+        return
+    with as_one_device(mesh):
+        yield
 
 
 def _share(index: Index, tensors: Sequence[Any], device: int) -> Iterator[WrittenRange]:

@@ -34,7 +34,8 @@ from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer, copied, pure_step
 from fshard.optim.leaves import Leaf, Leaves, count_from_zero, each_shard, like, trainable
 from fshard.optim.per_device.run import device_optimizer
-from fshard.transforms.train_step import TrainStep
+from fshard.randomness import drawn_key
+from fshard.transforms.train_step import TrainStep, no_metrics
 
 Arrays = list[Sharded]
 """Parameters of one replica on one device: those that are trained, of tied ones the first."""
@@ -226,6 +227,9 @@ class ReplicaStep:
             return after, next_state, self._mean_metrics(metrics)
 
         mesh = resolve_mesh(self._mesh)
+        if not mesh.is_member:  # the count, by which the rule decides, has no value here
+            drawn_key()  # as the inner step does: see Note [Steps outside of a mesh]
+            return params, state, no_metrics(self._inner.gradient.options)
         results = run_on_devices(mesh, run_on_device, mapped=(self._axis,))
         all_params, states, metrics = zip(*results, strict=True)
         return self._replicas.joined(all_params), self._replicas.joined(states), metrics[0]
@@ -274,18 +278,19 @@ def _arrays(shards: Sequence[Tensor], params: Arrays) -> Arrays:
 
 
 def mean(params: PyTree) -> PyTree:
-    """Return the mean of all replicas, as plain tensors."""
+    """Return the mean of all replicas, as plain tensors; None outside of their mesh."""
 
-    def mean_leaf(x: Any) -> Tensor:
+    def mean_leaf(x: Any) -> Tensor | None:
         axes = x.spec.dims(1)[0] if isinstance(x, Sharded) else ()
         if not axes:
             raise LayoutError(
                 f"mean: params must be those of all replicas, from `init` of their step; got {x!r}."
             )
         unstack(x, axes)  # raises for a first dim that is not one of replicas
-        if trainable(x):
-            return unshard(x).mean(0)
-        return unshard(x)[0]
+        full = unshard(x)
+        if full is None:
+            return None
+        return full.mean(0) if trainable(x) else full[0]
 
     return map_leaves(mean_leaf, params)
 

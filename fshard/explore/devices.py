@@ -11,7 +11,7 @@ a mesh of 65,536 devices costs no more than one of 8.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -77,12 +77,18 @@ def elided(count: int, most: int, first: int = 2) -> tuple[int | None, ...]:
     return (*range(first), None, count - 1)
 
 
-def listed(devices: Devices) -> str:
+def listed(devices: Devices, numbers: Sequence[int] | None = None) -> str:
     """Write devices as numbers and runs of numbers.
+
+    `numbers`: of all devices in the world, if they are not 0, 1, 2, ...
 
     >>> listed(Devices(0, ((8, 2), (1, 4)))), listed(Devices(0, ((2, 64),)))
     ('0-3,8-11', '0,2,…,126')
+    >>> listed(Devices(0, ((1, 2),)), numbers=(5, 3))
+    '5,3'
     """
+    if numbers is not None:
+        return ",".join(_numbered(devices, numbers))
     # The minor axes without holes are one run: each steps over all devices of those below it.
     length = 1
     steps = list(devices.steps)
@@ -96,16 +102,25 @@ def listed(devices: Devices) -> str:
     return ",".join(runs)
 
 
-def summed(devices: Devices) -> str:
-    """Write devices as the sum of their values.
+def summed(devices: Devices, numbers: Sequence[int] | None = None) -> str:
+    """Write devices as the sum of their values; for `numbers` see `listed`.
 
     >>> summed(Devices(4, ((1, 2),))), summed(Devices(0, ((1, 16),)))
     ('4+5', '0+1+…+15')
     """
-    summands: list[str] = []
+    return "+".join(_numbered(devices, numbers))
+
+
+def _numbered(devices: Devices, numbers: Sequence[int] | None) -> list[str]:
+    """Return the numbers of devices as texts, the first ones and the last if there are many."""
+    texts: list[str] = []
     for index in elided(devices.count, _MOST):
-        summands.append("…" if index is None else str(devices.device(index)))
-    return "+".join(summands)
+        if index is None:
+            texts.append("…")
+            continue
+        device = devices.device(index)
+        texts.append(str(device if numbers is None else numbers[device]))
+    return texts
 
 
 def _run(start: int, length: int) -> str:

@@ -160,8 +160,9 @@ def visualize(
     placement of `fs.memory.place`, is displayed too, with its memory curve; the report of
     `fs.plan.cost` as its page, in a notebook.
 
-    Where many devices run the same code (under torchrun, in `fs.run`) the first one displays it.
-    Nothing is sent. For the arguments, and the picture as a value, see `picture`.
+    Where many devices run the same code (under torchrun, in `fs.run`) the first one displays it; of
+    arrays on a mesh of some devices the first of these. Nothing is sent. For the arguments, and the
+    picture as a value, see `picture`.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -190,9 +191,7 @@ def visualize(
         plan = shown.plan
         meshes = meshes_of(plan) if isinstance(plan, Branch) else (plan.mesh,)
 
-    scope = here()
-    is_first = scope is None or scope.device == 0
-    if not is_first or any(device_of(mesh) != 0 for mesh in meshes):
+    if not _is_shown_here(meshes):
         return
     if not _in_notebook():
         _print(shown, plan)
@@ -202,6 +201,18 @@ def visualize(
         display(framed(x), raw=True)
     else:
         display(shown)
+
+
+def _is_shown_here(meshes: Sequence[Mesh]) -> bool:
+    """Return True for the first device of those that run the code; of some, for their first."""
+    first = meshes[0] if meshes else None
+    if first is not None and not first.is_member:
+        return False
+    if first is not None and first.numbers is not None:
+        return device_of(first) == 0
+    scope = here()
+    is_first = scope is None or scope.device == 0
+    return is_first and all(device_of(mesh) == 0 for mesh in meshes)
 
 
 def _print(shown: Any, plan: Grid | Branch | None) -> None:

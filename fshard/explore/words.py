@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from fshard.explore.devices import Devices, elided, listed, summed
@@ -82,9 +83,11 @@ def legend(grid: Grid) -> tuple[str, ...]:
 
 def caption(grid: Grid, cell: Cell) -> str:
     """Return the devices that hold a cell: "0-3", "Σ 0+1, 2+3", "host 5", "disk 5"."""
-    text = listed(cell.copies)
+    # A sliced mesh has the numbers of its parent, of which it is any row.
+    numbers = grid.mesh.numbers if grid.mesh.parent is None else None
+    text = listed(cell.copies, numbers)
     if grid.type.spec.unreduced:
-        text = f"Σ {_sums(cell)}"
+        text = f"Σ {_sums(cell, numbers)}"
     if grid.type.memory != "device":
         text = f"{grid.type.memory} {text}"
     if cell.is_empty:
@@ -92,7 +95,7 @@ def caption(grid: Grid, cell: Cell) -> str:
     return text
 
 
-def _sums(cell: Cell) -> str:
+def _sums(cell: Cell, numbers: Sequence[int] | None) -> str:
     """Write each replica of an unreduced cell as the sum of its devices: "0+1, 2+3"."""
     sums: list[str] = []
     for index in elided(cell.copies.count, _MOST_SUMS):
@@ -100,7 +103,7 @@ def _sums(cell: Cell) -> str:
             sums.append("…")
         else:
             first = cell.copies.device(index)
-            sums.append(summed(Devices(first, cell.summands.steps)))
+            sums.append(summed(Devices(first, cell.summands.steps), numbers))
     return ", ".join(sums)
 
 

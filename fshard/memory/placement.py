@@ -331,7 +331,9 @@ class _Measurement:
                 f"memory.place: step must be one of train_step; got {type(step).__name__}."
             )
         self._step = step
-        self._mesh = replace(step.mesh, runtime="abstract", device_type="meta", numbers=None)
+        self._mesh = replace(
+            step.mesh, runtime="abstract", device_type="meta", numbers=None, is_member=True
+        )
         self._trees: dict[Role, PyTree] = {"parameters": params, "state": state}
         self._devices = fullest_devices(self._trees)
         self._inputs = inputs

@@ -32,7 +32,7 @@ from fshard.mesh.collectives.on_shards import apply_move
 from fshard.mesh.layout import Layout, P, PyTree, path_text
 from fshard.mesh.layout.kinds import compute_device, copy_in
 from fshard.mesh.layout.sharded import Sharded, key_of
-from fshard.mesh.reshard.device_put import reshard_all, spread, unshard
+from fshard.mesh.reshard.device_put import full_values, reshard_all, spread
 from fshard.mesh.spmd.run import local_devices
 from fshard.optim.arguments import validate, within
 from fshard.optim.exact_sum import WIDTH, columns_of, number_of
@@ -205,7 +205,7 @@ def _validate_outside_update(caller: str, leaves: Sequence[Leaf]) -> None:
 
 def _differentiable_dot(a: Leaf, b: Leaf) -> Tensor:
     total = _products(a, b).double().sum()
-    return unshard(total) if isinstance(total, Sharded) else total
+    return full_values(total) if isinstance(total, Sharded) else total
 
 
 def _differentiable_norm(leaves: Sequence[Leaf], order: float) -> Tensor:
@@ -220,7 +220,7 @@ def _differentiable_norm(leaves: Sequence[Leaf], order: float) -> Tensor:
             total = total + _differentiable_dot(leaf, leaf)
         else:
             power = (leaf.abs().double() ** order).sum()
-            total = total + (unshard(power) if isinstance(power, Sharded) else power)
+            total = total + (full_values(power) if isinstance(power, Sharded) else power)
     # Where the norm is 0 its derivative is 0, as torch's; that of the root would be infinite, and 0
     # times it is no number. So the root there is that of 1, which nothing uses.
     is_zero = total == 0
@@ -344,7 +344,7 @@ def _largest_of_all(leaves: Sequence[Leaf]) -> Tensor:
     for index in range(len(local_devices(mesh))):
         maxima.append(copy_in("device", largest(index)[None], mesh.device_type))
     layout = Layout(mesh, P(mesh.axis_names))
-    return unshard(Sharded((mesh.size,), layout, tuple(maxima))).max()
+    return full_values(Sharded((mesh.size,), layout, tuple(maxima))).max()
 
 
 def device_of_sums(leaves: Sequence[Leaf]) -> torch.device:

@@ -15,7 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fshard.errors import OptimizerError
 from fshard.mesh.layout import PyTree
+from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.arguments import validate, within
 from fshard.optim.contract import Optimizer, conditional
 from fshard.optim.leaves import Leaves, count_from_zero, each_list
@@ -88,11 +90,14 @@ def loss_scaled(
         return {"scale": torch.tensor(float(scale)), **counts, "skipped": skipped}
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
-        scale = float(state["scale"])
+        is_finite = all_finite(grads)
+        if is_finite is None:
+            return True, grads, _unknown_entries(state)
+        scale = float(_scale_of(state))
         finite = int(state["finite"]) + 1
         patience = int(state["patience"])
         skipped = state["skipped"]
-        if not all_finite(grads):
+        if not is_finite:
             if patience > 1:
                 return False, None, entries(scale, 0, patience - 1, skipped + 1)
             return False, None, entries(max(scale * backoff, smallest), 0, 1, skipped + 1)
@@ -113,7 +118,8 @@ def loss_scaled(
     scaled = conditional(
         opt, lambda params: entries(initial, 0, hysteresis, count_from_zero()), decide
     )
-    return replace(scaled, loss_scale=lambda state: state["scale"])
+
+    return replace(scaled, loss_scale=_scale_of)
 
 
 def finite_scale(largest: float, scale: float) -> float:
@@ -163,17 +169,42 @@ def skip_if_not_finite(opt: Optimizer) -> Optimizer:
 
     def decide(grads: PyTree, state: PyTree) -> tuple[bool, PyTree, dict[str, PyTree]]:
         finite = all_finite(grads)
+        if finite is None:
+            return True, grads, _unknown_entries(state)
+        if state["skipped"] is None:
+            raise _unknown("skip_if_not_finite", "skipped")
         return finite, grads, {"skipped": state["skipped"] + (not finite)}
 
     skipping = conditional(opt, lambda params: {"skipped": count_from_zero()}, decide)
     return replace(skipping, uses_norm=opt.uses_norm)
 
 
+def _scale_of(state: PyTree) -> Tensor:
+    """Return the scale of the next loss."""
+    if state["scale"] is None:
+        raise _unknown("loss_scaled", "scale")
+    return state["scale"]
+
+
+def _unknown_entries(state: PyTree) -> dict[str, PyTree]:
+    """Return the entries of a state that depend on values, of which there are none: None."""
+    return {name: None for name in state if name != "inner"}
+
+
+def _unknown(caller: str, name: str) -> OptimizerError:
+    """Return the error of a state that was stepped outside of the mesh of its arrays."""
+    return OptimizerError(
+        f'{caller}: state["{name}"] must be a number; got None, since this process was outside of '
+        "the mesh of the step. Write state = fs.broadcast_to(state, source=mesh), with the mesh of "
+        "the step, on all processes."
+    )
+
+
 @torch.no_grad()
-def all_finite(tree: PyTree) -> bool:
+def all_finite(tree: PyTree) -> bool | None:
     """Return True if every element of a tree is finite, on all devices.
 
-    The result is equal on all devices.
+    The result is equal on all devices; None on processes outside of the mesh of its arrays.
 
     >>> all_finite([torch.ones(2), None]), all_finite([torch.ones(2), torch.tensor(torch.nan)])
     (True, False)
@@ -183,6 +214,9 @@ def all_finite(tree: PyTree) -> bool:
     leaves = [leaf for leaf in tree.leaves if leaf is not None]
     if not leaves:
         return True
+    first = leaves[0]
+    if isinstance(first, Sharded) and not first.layout.mesh.is_member:
+        return None
     device = device_of_sums(leaves)
 
     def count(shards: list[Tensor]) -> Tensor:

@@ -64,12 +64,14 @@ class Profile:
         self._rank = dist.get_rank() if dist.is_initialized() else None
         scope = here()
         self._virtual_device: int | None = None
+        is_first = True
         if scope is not None and scope.mesh.runtime == "virtual":
-            self._virtual_device = scope.device
+            self._virtual_device = scope.number
+            is_first = scope.device == 0
 
         self._skipped_steps = wait + warmup
         self._profiler: profiler.profile | None = None
-        if not self._virtual_device:  # one of them records all threads
+        if is_first:  # one of them records all threads
             settings: dict[str, Any] = {
                 "schedule": profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1),
                 "on_trace_ready": self._write,

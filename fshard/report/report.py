@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fshard.mesh.collectives.api import psum
 from fshard.mesh.layout import Mesh
-from fshard.mesh.spmd.run import is_outside, resolve_mesh, run_on_devices
+from fshard.mesh.spmd.run import device_of, is_outside, resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import here
 
 
@@ -48,6 +48,9 @@ class Report:
         every: report every n-th step, and the first. Tensors are read only then.
         step: number of steps of an earlier run.
         clock: seconds.
+
+    Outside of the mesh of a step its metrics are None: where the first of all devices may be
+    outside, report `fs.broadcast_to(metrics, source=mesh)`.
 
     Added metrics: "samples_per_second", if "samples" is among them, and "memory": the peak bytes of
     the device, on a CPU of the process.
@@ -108,6 +111,11 @@ class Report:
                 "a report counts steps itself: begin with Report(..., step=), and leave step out."
             )
         self.step += 1
+        is_outside_of_mesh = self.mesh is not None and not self.mesh.is_member
+        if is_outside_of_mesh:
+            return
+        if self._is_first():
+            _validate_has_values(all_metrics)
         numbers = {name: x for name, x in all_metrics.items() if _is_number(x)}
         # A tensor's sum stays on its device, so that the host does not wait for it.
         self._samples = self._samples + numbers.get("samples", 0)
@@ -123,7 +131,7 @@ class Report:
         self._samples = 0.0
         if self.mesh is not None:
             values, samples = _of_all(self.mesh, values, samples)
-        if not _is_first():
+        if not self._is_first():
             return
 
         time = self._clock()
@@ -135,9 +143,21 @@ class Report:
         for writer in self.writers:
             writer.write(self.step, dict(values))  # a copy, which the writer may keep
 
+    def _is_first(self) -> bool:
+        """Return True if the caller writes: device 0, that of the mesh if there is one, or all."""
+        mesh = self.mesh
+        if mesh is not None and not mesh.is_member:
+            return False
+        if mesh is not None and mesh.numbers is not None:
+            return device_of(mesh) == 0
+        scope = here()
+        if scope is not None:
+            return scope.device == 0
+        return not dist.is_initialized() or dist.get_rank() == 0
+
     def close(self) -> None:
         """Close all writers."""
-        if not _is_first():
+        if not self._is_first():
             return
         for writer in self.writers:
             writer.close()
@@ -168,12 +188,17 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, Real)
 
 
-def _is_first() -> bool:
-    """Return True if the caller is device 0, or runs all devices."""
-    scope = here()
-    if scope is not None:
-        return scope.device == 0
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _validate_has_values(metrics: Mapping[str, Any]) -> None:
+    """Raise on the device that writes, if it is outside of the mesh of the metrics."""
+    has_values = [x is not None for x in metrics.values()]
+    if not metrics or any(has_values):
+        return
+    names = ", ".join(metrics)
+    raise ValueError(
+        f"a report must have values on the first device, which writes; got {names} without, as "
+        "outside of a mesh. Write report(fs.broadcast_to(metrics, source=mesh)), with the mesh of "
+        "the step."
+    )
 
 
 def _of_all(

@@ -39,7 +39,7 @@ from fshard.mesh.layout import (
     unflatten,
 )
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import reshard, reshard_all, spread, unshard
+from fshard.mesh.reshard.device_put import full_values, put_equal, reshard_all, spread
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.scope import loss_scope, require
 from fshard.optim.leaves import like, shards_of, trainable, without_static
@@ -130,10 +130,9 @@ class WatchedBatch:
 
 
 def _replicated(leaf: Tensor | Sharded, mesh: Mesh) -> Sharded:
-    if isinstance(leaf, Sharded) and leaf.mesh == mesh:
-        return reshard(leaf, Layout(mesh))
-    x = leaf if isinstance(leaf, Tensor) else unshard(leaf)
-    return spread(x, Layout(mesh))
+    if isinstance(leaf, Sharded):
+        return put_equal(leaf, Layout(mesh))
+    return spread(leaf, Layout(mesh))
 
 
 # The loss.
@@ -173,7 +172,7 @@ class MeanLoss:
 
         columns = [x.shards for x in arrays]
         (losses,) = run_mapped(self.mesh, on_device, columns, mapped=self.mesh.axis_names)
-        return unshard(Sharded((), Layout(self.mesh), losses))
+        return full_values(Sharded((), Layout(self.mesh), losses))
 
     def _on_device(self, device: int, values: list[Tensor], zero: Tensor | float) -> Tensor:
         """Return the mean loss of all devices, each of which takes its slices of the batch."""

@@ -76,7 +76,7 @@ def evaluate(loss_fn: Any, options: Options) -> Callable[..., Any]:
         with torch.inference_mode(False), torch.no_grad():
             value, _ = forward.run(params, buffers, batch, call_site())
         loss = value.loss
-        if recorded_inputs is not None:
+        if recorded_inputs is not None and forward.mesh.is_member:
             loss = recorded_inputs.attach(program, loss)
         return (loss, value.aux) if has_aux else loss
 

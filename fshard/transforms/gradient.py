@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -38,7 +38,7 @@ from fshard.mesh.layout import (
     paths_of,
     unflatten,
 )
-from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.layout.sharded import Sharded, abstract_array, only_arrays
 from fshard.mesh.spmd.deterministic import deterministic
 from fshard.mesh.spmd.run import local_devices, resolve_mesh, run_on_devices
 from fshard.mesh.spmd.scope import require
@@ -85,10 +85,10 @@ class StepValue(NamedTuple):
 
     `largest`: the largest number of the dtype of the loss function's result: it limits the scale.
     `samples`: of the batch; None if its tensors disagree on their number. In an unsharded batch all
-    tensors count.
+    tensors count. Outside of the mesh loss, samples and metrics are None.
     """
 
-    loss: Tensor
+    loss: Tensor | None
     weight: float
     largest: float
     samples: int | None
@@ -254,7 +254,7 @@ class GradientFunction:
         value, grads = self.run(params, buffers, batch, call_site(), factor)
 
         loss = value.loss
-        if recorded_inputs is not None:
+        if recorded_inputs is not None and self.mesh.is_member:
 
             def program(params: PyTree, *inputs: PyTree) -> tuple[Tensor, PyTree]:
                 return self.differentiable(params, *inputs).loss_and_gradient(scale)
@@ -282,6 +282,8 @@ class GradientFunction:
         """
         options, program = self.options, self.program
         mesh = resolve_mesh(self.mesh)
+        if not mesh.is_member:
+            return self._run_outside(mesh, params, buffers)
         plans, inputs = self._prepare(mesh, params, buffers, batch, site, scale)
         claim(inputs.params.leaves, "parameters")
         claim(buffers, "buffers")
@@ -314,6 +316,31 @@ class GradientFunction:
             aux = global_metrics([result.aux for result in results], inputs.batch, options.aux)
         loss, weight, largest = results[0].loss, results[0].weight, results[0].largest
         return StepValue(loss, weight, largest, inputs.batch.samples, buffers, aux), grads
+
+    # Note [Steps outside of a mesh]
+    # Outside of a mesh a step runs no loss function: it might look at values, and a batch that is
+    # read or computed on the mesh is not there. Types of gradients follow from those of parameters,
+    # a trained one that no device uses included. Plain values of the mesh, such as the loss, are
+    # None. A key is drawn as on the devices, so that all processes draw the same numbers later.
+    def _run_outside(self, mesh: Mesh, params: PyTree, buffers: PyTree) -> tuple[StepValue, PyTree]:
+        """Return gradients without values: see Note [Steps outside of a mesh]."""
+        tree = ParamTree.of(params)
+        self.program.validate_params(self.options, params, tree, mesh)
+        batch_axes: set[str] = set()
+        for spec in flatten(self.specs)[0]:
+            batch_axes.update(spec.axes)
+        axes = tuple([axis for axis in mesh.axis_names if axis in batch_axes])
+
+        plans = self.plans_of(tree, mesh, axes)
+        grads: list[Sharded | None] = []
+        for plan in plans.leaves:
+            grad = None
+            if plan.trained:
+                grad = abstract_array(plan.shape, plan.gradient, plan.dtype)
+            grads.append(grad)
+        drawn_key()
+        value = StepValue(None, 0.0, inf, None, only_arrays(buffers), None)
+        return value, tree.with_leaves(grads)
 
     def _prepare(
         self,

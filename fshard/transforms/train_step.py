@@ -49,6 +49,8 @@ Metrics = dict[str, Any]
     samples            number of samples, unless the batch's tensors disagree
     weight             with `weight=`: the weight of the entire batch, such as its number of tokens
     aux                with `has_aux` or `aux`: the loss function's metrics: means, sums, rows of samples
+
+On processes outside of the mesh each is None: `fs.broadcast_to` gives them the values.
 """
 
 
@@ -217,8 +219,10 @@ class TrainStep(PlaceableStep):
         claim(state, "state")
         optimizer = self.optimizer
         scale = 1.0
-        if optimizer.loss_scale is not None:
-            scale = float(optimizer.loss_scale(state))
+        is_member = self.gradient.options.mesh.is_member
+        scale_of = optimizer.loss_scale if is_member else None  # outside there is no scale
+        if scale_of is not None:
+            scale = float(scale_of(state))
         reduction = None
         if optimizer.compression is not None:  # it is under way during forward and backward
             reduction = optimizer.compression.start(state, params)
@@ -226,8 +230,8 @@ class TrainStep(PlaceableStep):
         site = call_site()
         value, grads = self.gradient.run(params, buffers, batch, site, scale)
         params, state, norm = self._updated(params, state, grads, reduction, scale, site)
-        if optimizer.loss_scale is not None:
-            lower_scale(optimizer.loss_scale(state), scale, value.largest)
+        if scale_of is not None:
+            lower_scale(scale_of(state), scale, value.largest)
         claim(params, "parameters")
         claim(state, "state")
         metrics = _metrics(self.gradient.options, value, norm)
@@ -332,6 +336,8 @@ def _without_arithmetic(grads: PyTree) -> TypeError | None:
 
 def _metrics(options: StepOptions, value: StepValue, norm: Tensor) -> Metrics:
     loss = value.loss
+    if loss is None:  # outside of the mesh
+        return no_metrics(options)
     is_finite = (norm + loss) * 0 == 0  # 0 times a non-finite number is nan
     metrics: Metrics = {"loss": loss, "grad_norm": norm.to(loss.dtype), "finite": is_finite}
     if value.samples is not None:
@@ -341,3 +347,13 @@ def _metrics(options: StepOptions, value: StepValue, norm: Tensor) -> Metrics:
     if options.has_aux:
         metrics["aux"] = value.aux
     return metrics
+
+
+def no_metrics(options: StepOptions) -> Metrics:
+    """Return the metrics outside of the mesh: their names, without values."""
+    names = ["loss", "grad_norm", "finite", "samples"]
+    if options.weight is not None:
+        names.append("weight")
+    if options.has_aux:
+        names.append("aux")
+    return dict.fromkeys(names)

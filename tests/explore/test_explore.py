@@ -443,3 +443,19 @@ def test_picture_layout_of_a_tree_or_no_layout_raises(x, layout):
         TypeError, match="layout must (be a Layout of a tensor or a shape|have a mesh)"
     ):
         picture(x, layout=fs.Layout(mesh, P()) if layout == "mesh" else P())
+
+
+def shown_on_some_devices():
+    mesh = fs.make_mesh({"model": 2}, devices=(3, 1))
+    fs.visualize(fs.device_put(torch.zeros(4), fs.Layout(mesh, P("model"))))
+
+
+def test_picture_of_some_devices_has_their_numbers_and_is_shown_once(capsys):
+    mesh = fs.make_mesh({"model": 2}, devices=(3, 1))
+    summands = str(picture((4,), layout=fs.Layout(mesh, P(unreduced="model"))))
+    assert "Σ 3+1" in summands
+
+    fs.run(shown_on_some_devices, mesh=fs.make_mesh({"device": 4}))
+    shown = capsys.readouterr().out
+    assert shown.count("model=2 on 3, 1") == 1
+    assert "│  3  │  1  │" in shown

@@ -154,3 +154,33 @@ def test_first_overflow_of_a_float16_loss_halves_what_was_applied():
 @pytest.mark.parametrize(("dtype", "last"), [(torch.float32, 2.0**19), (torch.float16, 2.0**15)])
 def test_scale_grows_to_the_largest_that_the_loss_holds(dtype, last):
     assert stepped_scales([2.0**-9] * 3, dtype, interval=1)[-1] == last
+
+
+def scaled_on_two_meshes():
+    """Step on a mesh of some devices, then on another one with the state of the first."""
+    first = fs.make_mesh({"data": 1}, devices=(0,))
+    second = fs.make_mesh({"data": 1}, devices=(1,))
+    opt = fs.optim.loss_scaled(fs.optim.sgd(0.5), initial=8.0)
+
+    def stepped(mesh, state, gradient):
+        params = [fs.device_put(torch.ones(1), fs.Layout(mesh))]
+        state = opt.init(params) if state is None else state
+        return opt.step([fs.device_put(gradient, fs.Layout(mesh))], state, params)[1]
+
+    state = stepped(first, None, torch.tensor([torch.inf]))
+    error = ""
+    try:
+        stepped(second, state, torch.ones(1))
+    except fs.optim.OptimizerError as raised:
+        error = str(raised)
+    state = fs.broadcast_to(state, source=first)
+    return error, stepped(second, state, torch.ones(1))["scale"]
+
+
+def test_scale_of_another_mesh_is_unknown_until_it_is_broadcast():
+    results = fs.run(scaled_on_two_meshes, mesh=fs.make_mesh({"device": 2}))
+    (no_error, _), (error, scale) = results
+    assert no_error == ""
+    assert 'state["scale"] must be a number' in error
+    assert "fs.broadcast_to" in error
+    assert scale == 4.0

@@ -255,3 +255,34 @@ def test_profile_gpu_kernels_belong_to_their_process():
     kernel = {"ph": "X", "name": "gemm", "pid": 0, "tid": 7}
     assert by_device([kernel], 1234, alone=3)["device-3"][1] == kernel
     assert by_device([kernel], 1234)["host"][1] == kernel
+
+
+class Rows:
+    """A writer that keeps what it gets."""
+
+    def __init__(self):
+        self.rows = []
+
+    def write(self, step, values):
+        self.rows.append((step, values.get("loss")))
+
+    def close(self):
+        pass
+
+
+def reported_by_the_first_of_some_devices():
+    mesh = fs.make_mesh({"data": 2}, devices=(3, 1))
+    writer = Rows()
+    report = fs.report.Report(writer, mesh=mesh)
+    report(loss=float(fs.axis_index("device")) if mesh.is_member else None)
+    return writer.rows
+
+
+def test_report_of_some_devices_is_written_by_their_first():
+    rows = fs.run(reported_by_the_first_of_some_devices, mesh=fs.make_mesh({"device": 4}))
+    assert rows == [[], [], [], [(1, 2.0)]]
+
+
+def test_report_without_values_on_the_writing_device_raises():
+    with pytest.raises(ValueError, match="fs.broadcast_to"):
+        fs.report.Report(Rows())({"loss": None, "samples": None})

@@ -30,15 +30,21 @@ from torch import Tensor, UntypedStorage, nn
 from fshard.checkpoint.copying import full_span
 from fshard.checkpoint.files import DTYPES, bytes_of, disk, make_folder, named_errors
 from fshard.checkpoint.foreign.formats import PEFT, PEFT_CONFIG, SAFETENSORS
-from fshard.checkpoint.names import TreePath, build, leaves_of, name_of, opened
+from fshard.checkpoint.names import (
+    TreePath,
+    build,
+    leaves_of,
+    mesh_of_some,
+    name_of,
+    opened,
+)
 from fshard.checkpoint.save import next_token, snapshot, write
-from fshard.checkpoint.snapshot import calling_device
+from fshard.checkpoint.snapshot import as_device_of, calling_device
 from fshard.checkpoint.source import SavedFolder, Source, Target
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import pmax
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.arithmetic import strides
-from fshard.mesh.runtimes.launchers import process_count, process_index
 from fshard.mesh.spmd.scope import here
 from fshard.transforms.module.lora import LowRank
 from fshard.transforms.options import integer, one_of
@@ -64,7 +70,8 @@ def export(
 ) -> None:
     """Write arrays in any layouts as a file or folder that other libraries read.
 
-    Called by all processes. Meanwhile the disk has two more copies of the arrays beside the target,
+    Called by all processes; outside of the mesh of the arrays it returns at once. Meanwhile the
+    disk has two more copies of the arrays beside the target,
     for "hf" one and a file.
 
     Args:
@@ -90,6 +97,23 @@ def export(
     {'w': tensor([0., 1., 2., 3.])}
     """
     _validate_options(to, model, config, shard_size)
+    mesh = mesh_of_some(params)
+    if mesh is not None and not mesh.is_member:
+        return
+    with as_device_of(mesh):
+        _export_here(Path(path).absolute(), params, to, model, config, shard_size, timeout)
+
+
+def _export_here(
+    target: Path,
+    params: PyTree,
+    to: Format,
+    model: nn.Module | None,
+    config: Any,
+    shard_size: int,
+    timeout: float,
+) -> None:
+    """Write arrays as a process of their mesh."""
     tree, _ = opened(params)
     merges: dict[str, Merge] = {}
     if model is not None:
@@ -103,7 +127,6 @@ def export(
         module = getattr(params, "module", params) if model is None else model  # of a boosted model
         config = module_config(module)
 
-    target = Path(path).absolute()
     token = next_token()
     folder = target.with_name(f".{target.name}.{token}")
     tree_snapshot = snapshot(folder, token, tree)
@@ -111,7 +134,7 @@ def export(
     content = Content(SavedFolder(folder, tree_snapshot.index), order, merges)
     _validate_export(target, to, content)  # before anything is written, on all processes alike
 
-    _, _, device = calling_device()
+    _, device = calling_device()
     is_writer = device == 0
     failure: Exception | None = None
     try:
@@ -165,11 +188,12 @@ def _wait(token: str, failure: str, timeout: float) -> str:
     if scope is not None and scope.mesh.runtime == "virtual":
         has_failed = pmax(torch.tensor(float(bool(failure))), tuple(scope.axes))
         return "export failed on another device" if has_failed else ""
-    if not dist.is_initialized():
+    mesh, device = calling_device()
+    if mesh is None:
         return failure
     store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-    keys = [f"fshard/export/{token}/{number}" for number in range(process_count())]
-    store.set(keys[process_index()], failure)
+    keys = [f"fshard/export/{token}/{number}" for number in range(mesh.size)]
+    store.set(keys[device], failure)
     store.wait(keys, timedelta(seconds=timeout))
     return store.get(keys[0]).decode()
 

@@ -10,7 +10,7 @@ from fshard.mesh.layout.layout import (
     is_dense,
     no_dense,
 )
-from fshard.mesh.layout.mesh import Mesh, Runtime, require_mesh, use_mesh
+from fshard.mesh.layout.mesh import Mesh, Runtime, require_mesh, shortened, use_mesh
 from fshard.mesh.layout.spec import Axes, P, as_axes, as_written
 from fshard.mesh.layout.tree import (
     NAMESPACE,
@@ -52,6 +52,7 @@ __all__ = [
     "path_text",
     "paths_of",
     "require_mesh",
+    "shortened",
     "unflatten",
     "use_mesh",
 ]

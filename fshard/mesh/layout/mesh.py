@@ -37,9 +37,13 @@ Runtime = Literal["virtual", "process", "abstract"]
 # Note [Outside of a mesh]
 # One program text runs on all processes, or as all virtual devices of a run. On those that are not
 # among the devices of a mesh, `make_mesh` returns its abstract twin: equal but for the runtime.
-# Arrays on it have a type and no values, functions and steps on it run on shapes without waiting,
-# and nothing of it is counted. So each process has the type of every array in the program, and
-# calls that name two meshes, such as a reshard from one to another, know both ends everywhere.
+# Arrays on it have a type and no values, functions on it run on shapes without waiting, and nothing
+# of it is counted. So each process has the type of every array in the program, and calls that name
+# two meshes, such as a reshard from one to another, know both ends everywhere. Plain values of the
+# mesh, such as a loss, are None there: `fs.broadcast_to` gives them to others.
+#
+# Random keys are drawn there too, as often as on the devices, so that torch's generators stay alike
+# on all processes. See also Note [Steps outside of a mesh].
 #
 #     process               0          1          2
 #     mesh of 0 and 1       process    process    abstract
@@ -164,7 +168,7 @@ class Mesh(CachedHash):
     @property
     def grid(self) -> str:
         """Axes and devices in words, which are equal inside and outside of the mesh."""
-        numbers = "" if self.numbers is None else f" on {_shortened(self.numbers)}"
+        numbers = "" if self.numbers is None else f" on {shortened(self.numbers)}"
         return _grid(self.axes) + numbers
 
     def has_devices_of(self, other: Mesh) -> bool:
@@ -317,10 +321,10 @@ def _errors_of_numbers(numbers: tuple[int, ...], count: int) -> list[str]:
     return errors
 
 
-def _shortened(numbers: tuple[int, ...]) -> str:
-    """Return numbers in words, ranges by their ends.
+def shortened(numbers: tuple[int, ...]) -> str:
+    """Return numbers of devices in words, ranges by their ends.
 
-    >>> _shortened((4, 5, 6, 7)), _shortened((3, 1, 0))
+    >>> shortened((4, 5, 6, 7)), shortened((3, 1, 0))
     ('4 to 7', '3, 1, 0')
     """
     first = numbers[0]

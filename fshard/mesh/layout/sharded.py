@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from numbers import Number
 from typing import Any
 
 import optree
@@ -27,7 +28,7 @@ from fshard.mesh.layout.kinds import copy_in, empty_in, memory_of
 from fshard.mesh.layout.layout import Layout, ShardType, as_layout, dtype_name, is_dense, no_dense
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import Axes, P, as_axes
-from fshard.mesh.layout.tree import NAMESPACE, PyTree, Structure, flatten, unflatten
+from fshard.mesh.layout.tree import NAMESPACE, PyTree, Structure, flatten, map_leaves, unflatten
 from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.run import agree, inside, local_devices, resolve_mesh, without_values
 from fshard.uncompiled import uncompiled
@@ -139,6 +140,20 @@ class Sharded(ArrayMethods):
         kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]
         content = kinds[0] if kinds else typeof(self)
         return f"Sharded {content} on {self.mesh}"
+
+
+def abstract_array(shape: Sequence[int], layout: Layout, dtype: torch.dtype) -> Sharded:
+    """Return an array without values on an abstract mesh, of device 0."""
+    shard = torch.empty(layout.local_shape(tuple(shape), 0), dtype=dtype, device="meta")
+    return Sharded(tuple(shape), layout, (shard,))
+
+
+def only_arrays(tree: PyTree) -> PyTree:
+    """Return a tree with None in place of tensors and numbers, but not of arrays.
+
+    Outside of a mesh these are its plain values: see Note [Outside of a mesh].
+    """
+    return map_leaves(lambda x: None if isinstance(x, Tensor | Number) else x, tree)
 
 
 def donated(arguments: PyTree, results: PyTree) -> PyTree:

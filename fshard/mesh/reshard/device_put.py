@@ -656,6 +656,8 @@ def unshard(tree: PyTree) -> PyTree:
     you like. Tied tensors stay tied. To move parameters to another mesh give them to `shard_params`
     or `device_put` directly: a plain tensor has lost its unit and whether it is frozen.
 
+    On processes outside of the mesh of an array it is None: `fs.broadcast_to` gives it to them.
+
     >>> import torch, fshard as fs
     >>> from fshard import P
     >>> mesh = fs.make_mesh({"data": 4})
@@ -679,7 +681,8 @@ def unshard(tree: PyTree) -> PyTree:
 
     tensors = without_aliases(_full_tensors(arrays), arrays)
     for index, tensor in zip(indices, tensors, strict=True):
-        leaves[index] = tensor
+        is_local = leaves[index].is_local
+        leaves[index] = tensor if is_local else None
     return unflatten(structure, leaves)
 
 

@@ -36,6 +36,7 @@ from fshard.errors import (
     MismatchError,
 )
 from fshard.mesh.collectives.moves import unreceived_text
+from fshard.mesh.layout import Mesh
 from fshard.mesh.layout.packing import cast, split
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
@@ -54,7 +55,6 @@ from fshard.source import call_site
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
-    from fshard.mesh.layout.mesh import Mesh
     from fshard.mesh.spmd.scope import Group, Pending, Scope
     from fshard.source import Site
 
@@ -534,6 +534,14 @@ def _split_message(
         return (flat.view(likes[0].shape),)
     pairs = zip(flat.split([like.numel() for like in likes]), likes, strict=True)
     return tuple([x.view(like.shape) for x, like in pairs])
+
+
+def everyone() -> Mesh | None:
+    """Return a mesh of all processes; None before a mesh has joined them."""
+    world = _state.world
+    if world is None:
+        return None
+    return Mesh((("device", dist.get_world_size()),), "process", world.device_type)
 
 
 def machines_of(mesh: Mesh) -> tuple[int, ...]:

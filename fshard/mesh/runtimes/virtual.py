@@ -37,7 +37,7 @@ from fshard.mesh.collectives.moves import (
     uneven_messages,
     unreceived_text,
 )
-from fshard.mesh.layout import dtype_name
+from fshard.mesh.layout import dtype_name, shortened
 from fshard.mesh.layout.packing import cast
 from fshard.mesh.runtimes.abstract import Done, OneProcessWorld
 from fshard.mesh.runtimes.device_threads import DeviceThreads, Stopped
@@ -67,11 +67,15 @@ class VirtualCall(NamedTuple):
     axes: tuple[str, ...]
     purpose: Purpose
     leaves: tuple[str, ...]
+    numbers: tuple[int, ...] | None = None
+    """Of the devices of the group, if its mesh has some devices."""
 
     def text_at(self, site: Site) -> str:
         """Describe the call of a device at a line."""
         name = named(describe(self.move), self.purpose)
         axes = ", ".join([f'"{axis}"' for axis in self.axes])
+        if self.numbers is not None:
+            axes += f" of devices {shortened(self.numbers)}"
         values = _describe_values(self.signature)
         return f"{name} over {axes} of {values}{site.given} at {site}"
 
@@ -202,6 +206,11 @@ class VirtualMessage(NamedTuple):
 #     generator    device 0: r0 -> r1     device 1: r0 -> r1     device 0: r1 -> r2
 #
 # The caller continues with the state of device 0, as a process does.
+#
+# Two Python threads may run virtual devices at the same time, on meshes of their own: each run has
+# its own baton. But they share the generator, which one of them may set while a device of the other
+# one draws: then devices that must draw alike would not. So the guide permits draws in one of them.
+# A lock around each run would deadlock where one run waits for the other, by a queue of the user's.
 
 
 class VirtualWorld(OneProcessWorld):
@@ -450,7 +459,8 @@ class VirtualWorld(OneProcessWorld):
         # Devices may start several collectives before they wait, so a group may have several slots.
         index = group.index
         slots = self._slots[group.key]
-        call = VirtualCall(move, _signature(xs), group.axes, purpose, site.leaves)
+        numbers = None if group.numbers is None else group.members
+        call = VirtualCall(move, _signature(xs), group.axes, purpose, site.leaves, numbers)
         slot = next((slot for slot in slots if index not in slot.values), None)
         if slot is None:
             slot = CollectiveSlot(call, group.size)

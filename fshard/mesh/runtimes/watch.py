@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from fshard.errors import CollectiveTimeoutError, DeadlockError, LostProcessError, MismatchError
 from fshard.mesh.collectives.moves import AWAITED_COTANGENTS, uneven
+from fshard.mesh.layout import shortened
 from fshard.mesh.runtimes.call import CallInfo, compares_lines
 
 if TYPE_CHECKING:
@@ -111,11 +112,16 @@ class Watch:
         *,
         has_one_line: bool = True,
     ) -> Meeting:
-        """Publish a collective that this process starts, in one line of the program on all."""
+        """Publish a collective that this process starts.
+
+        `has_one_line`: all processes must call it in one line of the program.
+        """
         name = "-".join(map(str, group.members))
         if name in self._parted:
             raise self._parted[name]
         prefix = f"call/{name}/{self._next_number(name)}"
+        if group.numbers is not None:
+            call += f" of processes {shortened(group.members)}"
         meeting = Meeting(name, prefix, group.members, f"{call} at {site}")
         compares_line = has_one_line and compares_lines()
         row = _call_row(call, site, purpose, compares_line=compares_line)

@@ -154,7 +154,7 @@ def run_on_devices(
     virtual = VirtualWorld(alone)
 
     def on_thread(device: int) -> Any:
-        mark(device)
+        mark(alone.devices[device])
         scope = Scope(virtual, alone, device, mapped=mapped, checked=checked)
         with entered(scope):  # (3)
             return body(device)
@@ -366,9 +366,19 @@ class Valueless(TorchFunctionMode):
             name = getattr(func, "__name__", func)
             raise LayoutError(
                 f"{name} at {call_site()} needs the value of a tensor of shape "
-                f"{tuple(tensors[0].shape)}, but on an abstract mesh tensors have none. "
-                "Run this on a virtual mesh."
+                f"{tuple(tensors[0].shape)}, {_reason_without_values()}"
             ) from error
+
+
+def _reason_without_values() -> str:
+    """Return why tensors of the calling code have no values, and what to do."""
+    scope = here()
+    if scope is None or scope.mesh.is_member:
+        return "but on an abstract mesh tensors have none. Run this on a virtual mesh."
+    return (
+        f"but this process is none of {scope.mesh.grid}, and runs the function on shapes. Call it "
+        "where mesh.is_member, or let it look at no values."
+    )
 
 
 def attention_without_values(

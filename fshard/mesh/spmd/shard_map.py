@@ -163,7 +163,9 @@ class MappedCall:
 
         # One key for all devices, and for every run of f in this call, such as those of an audit.
         # On an abstract mesh a draw has no value; under the vmap of autograd nothing can be drawn.
-        has_draws = mesh.runtime != "abstract" and not batches_nested()
+        # Outside of a mesh the key is drawn too, so that all processes draw the same numbers later.
+        has_values = mesh.runtime != "abstract" or not mesh.is_member
+        has_draws = has_values and not batches_nested()
         self._key = folded(drawn_key()) if has_draws else None
 
     def _is_first_call(self, check: bool | None, scope: Scope | None) -> bool:

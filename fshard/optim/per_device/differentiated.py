@@ -20,7 +20,7 @@ from fshard.mesh.collectives.autograd import Tensors
 from fshard.mesh.collectives.moves import Purpose
 from fshard.mesh.layout import Layout, Mesh, P, PyTree, Structure, flatten, unflatten
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.reshard.device_put import spread, unshard
+from fshard.mesh.reshard.device_put import full_values, spread
 from fshard.mesh.spmd.call_plan import unnamed
 from fshard.mesh.spmd.outer_autograd import run_mapped
 from fshard.mesh.spmd.scope import Group, loss_scope
@@ -93,7 +93,8 @@ def _mapped_over_devices(function: Callable[..., PyTree], mesh: Mesh, trees: PyT
         if isinstance(x, Sharded):
             outputs[index] = like(x, next(columns))
         elif isinstance(x, Tensor):
-            outputs[index] = unshard(Sharded(tuple(x.shape), Layout(mesh), next(columns)))
+            output = Sharded(tuple(x.shape), Layout(mesh), next(columns))
+            outputs[index] = full_values(output)
     return unflatten(output_structure, outputs)
 
 

@@ -158,7 +158,8 @@ class StageProgram:
     ) -> None:
         """Raise unless there is a tree of parameters per stage, on the mesh."""
         caller, count = options.caller, len(self.pipeline.stages)
-        if mesh.runtime == "abstract" and representative() is None:
+        is_abstract = mesh.runtime == "abstract" and mesh.is_member
+        if is_abstract and representative() is None:
             raise ValueError(
                 f"{caller}: stages must not run on an abstract mesh by themselves, where results "
                 "of other stages are unknown. Run them by fs.plan.cost, or on a virtual mesh."
