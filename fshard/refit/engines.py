@@ -40,12 +40,12 @@ class SourceTree(NamedTuple):
 
     Args:
         arrays: by the name of the first leaf that has it.
-        first_names: for each leaf, the name of the first one that is tied to it.
+        first_names: by the name of each leaf, that of the first one that is tied to it.
         unflatten: makes a tree of values for all leaves.
     """
 
     arrays: dict[str, Sharded]
-    first_names: Sequence[str]
+    first_names: dict[str, str]
     unflatten: Callable[[Sequence[Any]], PyTree]
 
     @staticmethod
@@ -54,7 +54,7 @@ class SourceTree(NamedTuple):
         leaves, unflatten = flattened(tree)
         arrays: dict[str, Sharded] = {}
         names_by_key: dict[object, str] = {}
-        first_names: list[str] = []
+        first_names: dict[str, str] = {}
         for leaf in leaves:
             x = leaf.value
             if not isinstance(x, Sharded):
@@ -62,13 +62,26 @@ class SourceTree(NamedTuple):
                     f"{caller}: {leaf.name} of the source must be an array; got "
                     f"{type(x).__name__}. Shard it, or leave it out."
                 )
+            if leaf.name in first_names:
+                raise RefitError(
+                    f"{caller}: each leaf of the source must have a name of its own; got two "
+                    f"named {leaf.name}. Rename one."
+                )
             x.check()
             first_name = names_by_key.setdefault(key_of(x), leaf.name)
             arrays.setdefault(first_name, x)
-            first_names.append(first_name)
+            first_names[leaf.name] = first_name
         if not arrays:
             raise RefitError(f"{caller}: the source has no arrays. Give it parameters.")
         return SourceTree(arrays, first_names, unflatten)
+
+    def types(self) -> SourceTree:
+        """Return the same tree of arrays without values, which keep no memory alive."""
+        arrays: dict[str, Sharded] = {}
+        for name, x in self.arrays.items():
+            shards = tuple([torch.empty_like(shard, device="meta") for shard in x.shards])
+            arrays[name] = Sharded(x.shape, x.layout, shards)
+        return self._replace(arrays=arrays)
 
     @property
     def mesh(self) -> Mesh:
@@ -157,7 +170,7 @@ class ArrayEngine:
                 local = (torch.empty(shape, dtype=self.dtype_of(name), device="meta"),)
             arrays[name] = Sharded(x.shape, layout, local)
         self._arrays = arrays
-        return self._source.unflatten([arrays[name] for name in self._source.first_names])
+        return self._source.unflatten([arrays[name] for name in self._source.first_names.values()])
 
 
 def _layouts_of(source: SourceTree, layouts: PyTree) -> dict[str, Layout]:
@@ -166,9 +179,8 @@ def _layouts_of(source: SourceTree, layouts: PyTree) -> dict[str, Layout]:
         return dict.fromkeys(source.arrays, layouts)
     leaves, _ = flattened(layouts)
     by_name = {leaf.name: leaf.value for leaf in leaves}
-    all_names = {*source.first_names}
     missing = [name for name in source.arrays if name not in by_name]
-    extra = [name for name in by_name if name not in all_names and name not in source.arrays]
+    extra = [name for name in by_name if name not in source.first_names]
     for names, text in ((missing, "has no layout for"), (extra, "has what the source has not:")):
         if names:
             raise RefitError(f"Refit: the target {text} {_shown(names)}. Name the same leaves.")

@@ -13,8 +13,8 @@ import os
 import sys
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -409,6 +409,32 @@ class ProcessWorld:
                 self._works, self.peers, members, self.rank
             )
         return transport
+
+    @contextmanager
+    def attempt(self, mesh: Mesh, name: str, failure: Callable[[], str]) -> Generator[None]:
+        """Run a block whose collectives on a mesh may fail and leave the links open.
+
+        That holds for the processes of one machine: see Note [Attempts leave links open]. A group
+        of torch.distributed is lost, and none beside it.
+
+        Args:
+            mesh: all of it.
+            name: of its own, equal on all processes.
+            failure: returns why it has failed, or "".
+        """
+        members = mesh.devices
+        if mesh.size == 1 or not self._staged or not self.are_near(members):
+            yield
+            return
+        usual = self._transports.pop(members, None)
+        transport = SharedMemory(self._works, self.peers, members, self.rank, name, failure)
+        self._transports[members] = transport
+        try:
+            yield
+        finally:
+            del self._transports[members]
+            if usual is not None:
+                self._transports[members] = usual
 
     def _host_transport(self, members: tuple[int, ...]) -> Transport:
         """Return the transport for tensors in host memory, of a group whose backend is for GPUs."""
