@@ -24,7 +24,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(
-    shape: Sequence[int], parts: Sequence[tuple[Numbers, Tensor, Box]], dtype: torch.dtype
+    shape: Sequence[int],
+    parts: Sequence[tuple[Numbers, Tensor, Box]],
+    dtype: torch.dtype,
+    *,
+    is_cast: bool = False,
 ) -> Tensor:
     """Return the digest of some boxes of a tensor, as one int64.
 
@@ -32,6 +36,8 @@ def digest(
         shape: of the full tensor.
         parts: boxes of global indices, each with the shard that stores it and its box in there.
         dtype: to which values are cast first.
+        is_cast: some device casts the values: any NaN is as good as another then, since casts of
+            one and of many give it other bits.
     """
     steps = strides(shape)
     total = torch.zeros((), dtype=torch.int64)
@@ -42,7 +48,11 @@ def digest(
         for numbers, chunk in _chunks(values, steps, first):
             weights = numbers * _FACTOR
             weights ^= weights >> 32
-            hashes = (bits_of(chunk.to(dtype)) + numbers) * (weights | 1)
+            chunk = chunk.to(dtype)
+            value_bits = bits_of(chunk)
+            if is_cast:
+                value_bits.masked_fill_(chunk.isnan(), _FACTOR)
+            hashes = (value_bits + numbers) * (weights | 1)
             hashes ^= hashes >> 29
             total += hashes.sum()
     return total

@@ -99,10 +99,12 @@ class Incoming(NamedTuple):
     Args:
         side: what each device of the engine needs of it.
         dtype: in which it is sent.
+        is_cast: a sender or a receiver casts it.
     """
 
     side: MeshSide | RegionSide
     dtype: torch.dtype
+    is_cast: bool
 
 
 class ArrayEngine:
@@ -128,7 +130,8 @@ class ArrayEngine:
                     f"Refit: the layout of {name} must have no sums; got {layout.spec}."
                 )
             smaller = min(self.dtype_of(name), x.dtype, key=lambda dtype: dtype.itemsize)
-            result[name] = Incoming(MeshSide.of(layout), smaller)
+            is_cast = self.dtype_of(name) != x.dtype
+            result[name] = Incoming(MeshSide.of(layout), smaller, is_cast)
         return result
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -257,7 +260,8 @@ class TensorEngine:
             dtypes = {row[name][1] for row in rows if name in row}
             # Devices that cast it differently get it as it is, and cast it themselves.
             dtype = dtypes.pop() if len(dtypes) == 1 else x.dtype
-            result[name] = Incoming(RegionSide(tuple(numbers), tuple(boxes)), dtype)
+            side = RegionSide(tuple(numbers), tuple(boxes))
+            result[name] = Incoming(side, dtype, dtype != x.dtype)
         self._incoming = result
         return result
 

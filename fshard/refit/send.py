@@ -122,6 +122,7 @@ class Refit:
         self._engine = engine
         self._meeting = meeting_of(self._source_mesh, engine.mesh)
         self._all_rounds: list[Rounds] = []
+        self._cast_leaves: set[int] = set()
         if self._meeting is not None:
             devices = self._meeting.devices
             _refits[devices] += 1
@@ -145,6 +146,8 @@ class Refit:
                 )
             of_leaf = incoming[name]
             leaves_of.setdefault(of_leaf.dtype, []).append(index)
+            if of_leaf.is_cast:
+                self._cast_leaves.add(index)
             before = MeshSide.of(x.layout)
             shape = x.shape or (1,)
             make = crossing_of if isinstance(of_leaf.side, MeshSide) else Crossing
@@ -334,7 +337,7 @@ class Refit:
         device = compute_device(meeting)
         sent = [torch.empty(0, dtype=torch.int64, device=device)]
         for portion in rounds.outgoing(index):
-            value = _digest(rounds, portion, index, old, is_old=True)
+            value = self._digest(rounds, portion, index, old, is_old=True)
             sent.append(value.view(1).to(device))  # that of an array in host memory is there
         row = torch.cat(sent)
         with uncounted():
@@ -342,7 +345,7 @@ class Refit:
 
         problems: list[str] = []
         for value, portion in zip(expected.tolist(), rounds.incoming(index), strict=True):
-            actual = _digest(rounds, portion, index, new, is_old=False)
+            actual = self._digest(rounds, portion, index, new, is_old=False)
             if int(actual) != value:
                 name = names[rounds.leaves[portion.position]]
                 first = portion.boxes[0, :, 0].tolist()
@@ -351,6 +354,20 @@ class Refit:
                     f"{portion.size} elements from {first} on"
                 )
         return problems
+
+    def _digest(
+        self, rounds: Rounds, portion: Portion, index: int, shards: Shards, *, is_old: bool
+    ) -> Tensor:
+        """Return the digest of a portion, as a device stores it."""
+        crossing = rounds.crossings[portion.position]
+        leaf = rounds.leaves[portion.position]
+        shard = shards[leaf]
+        assert shard is not None
+        side = crossing.before if is_old else crossing.after
+        in_memory = crossing.boxes_in_memory(side, index, [*portion.boxes])
+        parts = [(region, shard, box) for region, box in zip(portion.boxes, in_memory, strict=True)]
+        is_cast = leaf in self._cast_leaves
+        return digest(crossing.shape, parts, rounds.dtype, is_cast=is_cast)
 
     def _keep_sent(self, shards_by_number: Mapping[int, list[Tensor]]) -> None:
         """Keep a copy of what was sent, in the dtypes in which it was."""
@@ -395,19 +412,6 @@ def _shards_by_number(tree: SourceTree) -> dict[int, list[Tensor]]:
     for row, number in enumerate(numbers_held(arrays[0].mesh)):
         result[number] = [x.shards[row].contiguous() for x in arrays]
     return result
-
-
-def _digest(
-    rounds: Rounds, portion: Portion, index: int, shards: Shards, *, is_old: bool
-) -> Tensor:
-    """Return the digest of a portion, as a device stores it."""
-    crossing = rounds.crossings[portion.position]
-    shard = shards[rounds.leaves[portion.position]]
-    assert shard is not None
-    side = crossing.before if is_old else crossing.after
-    in_memory = crossing.boxes_in_memory(side, index, [*portion.boxes])
-    parts = [(region, shard, box) for region, box in zip(portion.boxes, in_memory, strict=True)]
-    return digest(crossing.shape, parts, rounds.dtype)
 
 
 # -- changes ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -423,18 +423,20 @@ class ProcessWorld:
             failure: returns why it has failed, or "".
         """
         members = mesh.devices
-        if mesh.size == 1 or not self._staged or not self.are_near(members):
-            yield
-            return
-        usual = self._transports.pop(members, None)
-        transport = SharedMemory(self._works, self.peers, members, self.rank, name, failure)
-        self._transports[members] = transport
+        usual = self._transports.get(members)
+        if mesh.size > 1 and self._staged and self.are_near(members):
+            self._transports[members] = SharedMemory(
+                self._works, self.peers, members, self.rank, name, failure
+            )
+        watched = self._watch.attempt(name, failure) if self._watch else nullcontext()
         try:
-            yield
+            with watched:
+                yield
         finally:
-            del self._transports[members]
             if usual is not None:
                 self._transports[members] = usual
+            elif mesh.size > 1 and self.are_near(members):
+                self._transports.pop(members, None)
 
     def _host_transport(self, members: tuple[int, ...]) -> Transport:
         """Return the transport for tensors in host memory, of a group whose backend is for GPUs."""
