@@ -198,18 +198,22 @@ def send_of_a_training(delta):
 
     step = fs.train_step(loss_of, fs.optim.sgd(0.1), mesh=trainer, batch=P("data"), donate=True)
     state = step.init(params)
+
+    def source():
+        return {"model": params, "head": params["embed.weight"]}
+
     refits = [
-        fs.refit.Refit(params, fs.Layout(one, P("model")), delta=delta),
-        fs.refit.Refit(params, fs.Layout(other), dtype=torch.bfloat16, delta=delta),
+        fs.refit.Refit(source(), fs.Layout(one, P("model")), delta=delta),
+        fs.refit.Refit(source(), fs.Layout(other), dtype=torch.bfloat16, delta=delta),
     ]
     for version in (1, 2, 3):
         params, state, _ = step(params, state, tokens)
         full = fs.unshard(params)
         for refit in refits:
-            weights = refit.send(version, params)
-            assert weights["head.weight"] is weights["embed.weight"]
-            served = fs.unshard(weights)
-            if trainer.is_member and weights["inner.bias"].is_local:
+            weights = refit.send(version, source())
+            assert weights["head"] is weights["model"]["embed.weight"]
+            served = fs.unshard(weights["model"])
+            if trainer.is_member and weights["head"].is_local:
                 for name, x in served.items():
                     assert torch.equal(x, full[name].to(x.dtype)), name
 
