@@ -49,12 +49,12 @@ def digest(
         for numbers, chunk in _chunks(values, steps, first):
             weights = numbers.mul_(_FACTOR)
             weights ^= weights >> 32
-            weights |= 1
             chunk = chunk.to(dtype)
             hashes = bits_of(chunk)
             if is_cast:
                 hashes.masked_fill_(chunk.isnan(), _FACTOR)
-            total += hashes.mul_(weights).sum()
+            total += hashes.sum()  # times 2 w + 1 in all, which is odd
+            total += 2 * hashes.mul_(weights).sum()
     return total
 
 

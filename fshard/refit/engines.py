@@ -81,7 +81,9 @@ class SourceTree(NamedTuple):
         for name, x in self.arrays.items():
             shards = tuple([torch.empty_like(shard, device="meta") for shard in x.shards])
             arrays[name] = Sharded(x.shape, x.layout, shards)
-        return self._replace(arrays=arrays)
+        # The function of the tree refers to the arrays, too.
+        tree = self.unflatten([arrays[name] for name in self.first_names.values()])
+        return self._replace(arrays=arrays, unflatten=flattened(tree)[1])
 
     @property
     def mesh(self) -> Mesh:

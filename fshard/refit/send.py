@@ -496,8 +496,9 @@ def _write(boxes: Sequence[tuple[int, Any]], begins: Any, change: Change, new: S
         rest = positions[first:last] - int(begins[number])
         offsets = torch.full_like(rest, box.offset)
         for length, stride in zip(reversed(box.lengths), reversed(box.strides), strict=True):
-            offsets += rest % length * stride
-            rest = rest // length
+            quotient = rest // length
+            offsets += (rest - quotient * length) * stride
+            rest = quotient
         values = change.values[first:last].to(shard.dtype)
         # An array in host memory is written there.
         shard.view(-1)[offsets.to(shard.device)] = values.to(shard.device)

@@ -18,6 +18,7 @@ import fshard as fs
 from fshard import P
 from fshard.errors import RefitError
 from tests.helpers.processes import Processes, run_processes
+from tests.mesh.runtimes import fake_device, nccl_rules
 from tests.refit.engine import Rank
 from tests.refit.families import FAMILIES
 
@@ -362,3 +363,31 @@ def restarted():
 
 def test_delta_is_sent_in_full_where_one_process_has_no_version(four: Processes):
     four.run(restarted)
+
+
+# -- GPUs ------------------------------------------------------------------------------------------------------
+
+
+def on_a_device(delta):
+    """Send two versions between meshes of a device that is no CPU."""
+    fake_device.install()
+    trainer, engine = two_meshes()
+    full = {"a": torch.arange(24.0).view(8, 3), "b": torch.arange(4), "c": torch.ones(4)}
+    sources = {name: fs.Layout(trainer, P("x")) for name in full}
+    targets = {name: fs.Layout(engine, P("z")) for name in full}
+    refit = fs.refit.Refit(fs.device_put(full, sources), targets, delta=delta)
+    for version in (1, 2):
+        full["a"][version] += 1
+        full["b"][version] += 1
+        full["c"][version] += 1
+        weights = refit.send(version, fs.device_put(full, sources))
+        for name, x in weights.items():
+            if engine.is_member:
+                assert x.shards[0].device.type == fake_device.NAME
+                assert torch.equal(fs.unshard(x).cpu(), full[name])
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_versions_between_meshes_of_a_device_arrive(delta):
+    environment = {"FSHARD_BACKEND": fake_device.BACKEND}
+    run_processes(nccl_rules.Ruled(on_a_device), 4, delta, environment=environment)
