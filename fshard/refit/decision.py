@@ -199,4 +199,3 @@ class Decision:
 
     def _has_come(self, rank: int) -> bool:
         return self._store.check([self._key_of(rank)])
-

@@ -45,7 +45,8 @@ def digest(
     for region, shard, box in parts:
         values = shard.as_strided(box.lengths, box.strides, shard.storage_offset() + box.offset)
         total = total.to(values.device)
-        first = sum([int(start) * step for start, step in zip(region[:, 0], steps, strict=True)])
+        begins = region[:, 0].tolist()
+        first = sum([begin * step for begin, step in zip(begins, steps, strict=True)])
         for numbers, chunk in _chunks(values, steps, first):
             weights = numbers.mul_(_FACTOR)
             weights ^= weights >> 32

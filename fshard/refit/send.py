@@ -23,9 +23,8 @@ from torch import Tensor
 from fshard.errors import RefitError
 from fshard.mesh.collectives.api import all_gather, all_to_all, psum
 from fshard.mesh.collectives.ledger import uncounted
-from fshard.mesh.layout import Layout, Mesh, PyTree
+from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.layout.kinds import compute_device
-from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.between import (
     AXIS,
     Shards,
@@ -61,7 +60,7 @@ class Refit:
 
     Args:
         source: a tree of arrays, such as parameters of `shard_params`: those of the first version,
-            or any that are alike.
+            or any that are alike. They stay alive until others are sent.
         target: a layout, or a tree of layouts like `source`, on the engine's mesh: the engine has
             arrays. Or the trace of this device's loader, on a device of `mesh`, and None on others:
             the engine has tensors, which `send` writes in place. See `fs.refit.trace`.
@@ -69,9 +68,13 @@ class Refit:
         into: what the trace was made with: the engine's module, or a dict of tensors.
         dtype: of the engine's arrays; None for that of each array of the source. With traces the
             loader casts.
-        delta: send the elements that have changed since the last version alone. Both sides then
-            have a copy of what was sent.
+        delta: send the elements that have changed since the last version alone. The trainer keeps
+            a copy of what was sent; an engine with tensors keeps what has arrived. The arrays of
+            another engine must not be written.
         check: compare digests of all elements before a version is taken.
+
+    A device of the engine needs the new shards beside the old ones, by a trace the elements that
+    arrive, once. Both sides need one round more, of 16 MiB at most, and a MiB for digests.
 
     Attributes:
         plan: what a version sends, a `RefitPlan`.
@@ -180,7 +183,12 @@ class Refit:
 
         Args:
             version: its number, higher than that of the last one.
-            source: a tree of arrays like those of `Refit`; by default those.
+            source: a tree of arrays like those of `Refit`; by default those, until others are
+                sent.
+
+        Processes begin once all have come, so an argument that one of them refuses is an error on
+        all at once. After an error the links of all that have not ended are as before, on one
+        machine; between machines the group of both meshes is lost if the error came on the way.
         """
         site = call_site()
         if self._meeting is None:
@@ -242,7 +250,8 @@ class Refit:
         self._validate_names(tree)
         for name, x in tree.arrays.items():
             before = self._source.arrays[name]
-            has_layout = _without_memory(x) == _without_memory(before)
+            # Memory, unit and whether it is frozen may differ: no region depends on them.
+            has_layout = MeshSide.of(x.layout) == MeshSide.of(before.layout)
             is_alike = has_layout and x.shape == before.shape and x.dtype == before.dtype
             if not is_alike:
                 raise RefitError(
@@ -398,11 +407,6 @@ def _share_problems(problems: list[str], meeting: Mesh) -> None:
         total = int(psum(count_of_problems, AXIS))
     if total and not problems:
         problems.append("other values have arrived on another device")
-
-
-def _without_memory(x: Sharded) -> Layout:
-    """Return the layout of an array as if it was in the devices' memory: any other is read, too."""
-    return x.layout.with_memory("device")
 
 
 def _shards_by_number(tree: SourceTree) -> dict[int, list[Tensor]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -328,11 +329,11 @@ def other_lines():
     trainer, engine = two_meshes()
     params = fs.device_put({"a": torch.arange(8.0)}, fs.Layout(trainer, P("x")))
     refit = fs.refit.Refit(params, fs.Layout(engine, P("z")))
+    here = partial(refit.send, 1)
+    if fs.mesh.process_index() == 1:
+        here = lambda params: refit.send(1, params)  # noqa: E731
     with pytest.raises(fs.errors.FshardError) as error:
-        if fs.mesh.process_index() == 1:
-            refit.send(1, params)
-        else:
-            refit.send(1, params)
+        here(params)
     assert refit.version is None
     assert refit.send(1, params)["a"].shape == (8,)
     return str(error.value)
@@ -357,7 +358,9 @@ def restarted():
         weights = refit.send(2, {"a": params["a"] + 1})
     if engine.is_member:
         assert torch.equal(fs.unshard(weights["a"]), torch.arange(800.0) + 1)
-    sent = [size for (sender, _), size in refit.plan.links.items() if sender == fs.mesh.process_index()]
+    sent = [
+        size for (sender, _), size in refit.plan.links.items() if sender == fs.mesh.process_index()
+    ]
     assert sum(comm.links.values()) == sum(sent)
 
 

@@ -165,6 +165,15 @@ def test_send_needs_the_new_shards_and_one_round(monkeypatch):
     assert memory.peak() <= new_shards + (64 << 10) + digests
 
 
+def test_send_of_arrays_that_no_module_has_named_is_a_version():
+    trainer = fs.make_mesh({"x": 2})
+    engine = fs.make_mesh({"z": 2}, devices=(2, 3))
+    params = fs.shard_params({"w": torch.arange(8.0)}, P.flat("x"), mesh=trainer)
+    refit = fs.refit.Refit(params, fs.Layout(engine, P("z")))
+    weights = refit.send(1, {"w": params["w"] + 1})  # of no unit
+    assert torch.equal(fs.unshard(weights["w"]), torch.arange(8.0) + 1)
+
+
 def test_refit_keeps_no_arrays_of_an_earlier_version_alive():
     trainer = fs.make_mesh({"x": 2})
     engine = fs.make_mesh({"z": 2}, devices=(2, 3))
