@@ -91,7 +91,7 @@ class OwnDecision:
 
 
 class Decision:
-    """One decision of processes. The methods stand in order of time.
+    """One decision of processes. The methods are in order of time.
 
     Args:
         key: of its own.

@@ -27,6 +27,7 @@ from fshard.mesh.layout.layout import dtype_name
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.between import AXIS, numbers_held
 from fshard.mesh.reshard.crossing import MeshSide, RegionSide
+from fshard.mesh.reshard.regions import Numbers
 from fshard.mesh.spmd.run import is_outside, local_devices, run_on_devices
 from fshard.refit.landing import Needs, copy_into, needs_of
 from fshard.refit.trace import Target, Trace, named_tensors
@@ -185,7 +186,7 @@ def _layouts_of(source: SourceTree, layouts: PyTree) -> dict[str, Layout]:
     leaves, _ = flattened(layouts)
     by_name = {leaf.name: leaf.value for leaf in leaves}
     missing = [name for name in source.arrays if name not in by_name]
-    extra = [name for name in by_name if name not in source.first_names]
+    extra = sorted(by_name.keys() - source.first_names.keys())
     for names, text in ((missing, "has no layout for"), (extra, "has what the source has not:")):
         if names:
             raise RefitError(f"Refit: the target {text} {_shown(names)}. Name the same leaves.")
@@ -258,8 +259,12 @@ class TensorEngine:
         for name, x in self._source.arrays.items():
             dims = max(1, x.ndim)
             nothing = np.zeros((0, dims, 2), np.int64)
-            boxes = [row[name][0] if name in row else nothing for row in rows]
-            dtypes = {row[name][1] for row in rows if name in row}
+            boxes: list[Numbers] = []
+            dtypes: set[torch.dtype] = set()
+            for row in rows:
+                box, *needed_dtypes = row.get(name, (nothing,))
+                boxes.append(box)
+                dtypes.update(needed_dtypes)
             # Devices that cast it differently get it as it is, and cast it themselves.
             dtype = dtypes.pop() if len(dtypes) == 1 else x.dtype
             side = RegionSide(tuple(numbers), tuple(boxes))
@@ -295,12 +300,15 @@ class TensorEngine:
             return
         tensors = self._tensors()
         for name, leaf in self._traced.targets.items():
-            x = tensors.get(name)
-            if x is None or (tuple(x.shape), x.dtype) != (leaf.shape, leaf.dtype):
-                actual = "nothing" if x is None else f"{dtype_name(x.dtype)}{[*x.shape]}"
+            expected = f"{dtype_name(leaf.dtype)}{[*leaf.shape]}"
+            actual = "nothing"
+            if name in tensors:
+                x = tensors[name]
+                actual = f"{dtype_name(x.dtype)}{[*x.shape]}"
+            if actual != expected:
                 raise RefitError(
-                    f"Refit: {name} of the engine must be as it was traced, "
-                    f"{dtype_name(leaf.dtype)}{[*leaf.shape]}; got {actual}. Trace again."
+                    f"Refit: {name} of the engine must be as it was traced, {expected}; got "
+                    f"{actual}. Trace again."
                 )
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -319,8 +327,10 @@ def _gathered(meeting: Mesh, value: object) -> list[Any]:
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         padded[: len(mine)] = mine
         rows = all_gather(padded, AXIS).view(len(sizes), -1).cpu()
-        pairs = zip(rows, sizes, strict=True)
-        results.append([pickle.loads(row[:size].numpy().tobytes()) for row, size in pairs])
+        values: list[Any] = []
+        for row, size in zip(rows, sizes, strict=True):
+            values.append(pickle.loads(row[:size].numpy().tobytes()))
+        results.append(values)
 
     with torch.no_grad(), uncounted():
         run_on_devices(meeting, on_device)
@@ -330,4 +340,6 @@ def _gathered(meeting: Mesh, value: object) -> list[Any]:
 def _shown(names: Any) -> str:
     names = [*names]
     text = ", ".join(names[:_SHOWN])
-    return f"{text} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else text
+    if len(names) > _SHOWN:
+        text += f" and {len(names) - _SHOWN} more"
+    return text

@@ -188,7 +188,7 @@ class Refit:
 
         Processes begin once all have come, so an argument that one of them refuses is an error on
         all at once. After an error the links of all that have not ended are as before, on one
-        machine; between machines the group of both meshes is lost if the error came on the way.
+        machine; between machines the group of both meshes is lost by an error on the way.
         """
         site = call_site()
         if self._meeting is None:

@@ -73,8 +73,8 @@ MESSAGE, ANSWER = 4, 3
 # Note [Attempts leave links open]
 # After an error a process closes its links, since others may wait for it, or read memory that it
 # frees. Then no group of theirs works any more, though all but one process may be alive. An attempt
-# is a piece of work whose processes learn elsewhere that it has failed, and whose results none of
-# them uses then. So its transport asks for that while it waits, and leaves the links open. It has
+# is work whose processes learn elsewhere that it has failed, and whose results none of them uses
+# then. So its transport looks for that while it waits, and leaves the links open. It has
 # keys of its own: messages of a failed attempt are those of no other call.
 
 
