@@ -55,7 +55,7 @@ def one_may_not_read():
 
 def one_is_elsewhere():
     if os.environ["RANK"] == "2":
-        meet._machine_id = lambda: 12345
+        meet.machine_id = lambda: 12345
     mesh = fs.make_mesh({"a": 3})
     total = fs.run(lambda: fs.psum(torch.ones(1), "a").item(), mesh=mesh)[0]
     return sorted(ProcessWorld.of(mesh).peers.by_rank), total
