@@ -43,9 +43,11 @@ def pack(change: Change) -> Tensor:
     """
     positions = change.positions
     gaps = positions.diff(prepend=positions.new_tensor([-1])) - 1
-    counts = gaps // _SKIP + 1  # the codes of each element: skips, then its own
-    codes = torch.full((int(counts.sum()),), _SKIP, dtype=torch.uint8, device=positions.device)
-    codes[counts.cumsum(0) - 1] = (gaps % _SKIP).to(torch.uint8)
+    skips = gaps // _SKIP
+    ends = (skips + 1).cumsum(0)  # of the codes of each element: skips, then its own
+    count = int(ends[-1]) if len(ends) else 0
+    codes = torch.full((count,), _SKIP, dtype=torch.uint8, device=positions.device)
+    codes[ends - 1] = (gaps - skips * _SKIP).to(torch.uint8)
     header = torch.tensor([len(codes)], device=positions.device).view(torch.uint8)
     return torch.cat([header, codes, change.values.contiguous().view(torch.uint8)])
 

@@ -27,6 +27,7 @@ from fshard.mesh.layout.layout import dtype_name
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.between import AXIS, numbers_held
 from fshard.mesh.reshard.crossing import MeshSide, RegionSide
+from fshard.mesh.reshard.regions import Numbers
 from fshard.mesh.spmd.run import is_outside, local_devices, run_on_devices
 from fshard.refit.landing import Needs, copy_into, needs_of
 from fshard.refit.traced import Target, Trace, named_tensors
@@ -40,12 +41,12 @@ class SourceTree(NamedTuple):
 
     Args:
         arrays: by the name of the first leaf that has it.
-        first_names: for each leaf, the name of the first one that is tied to it.
+        first_names: by the name of each leaf, that of the first one that is tied to it.
         unflatten: makes a tree of values for all leaves.
     """
 
     arrays: dict[str, Sharded]
-    first_names: Sequence[str]
+    first_names: dict[str, str]
     unflatten: Callable[[Sequence[Any]], PyTree]
 
     @staticmethod
@@ -54,7 +55,7 @@ class SourceTree(NamedTuple):
         leaves, unflatten = flattened(tree)
         arrays: dict[str, Sharded] = {}
         names_by_key: dict[object, str] = {}
-        first_names: list[str] = []
+        first_names: dict[str, str] = {}
         for leaf in leaves:
             x = leaf.value
             if not isinstance(x, Sharded):
@@ -62,13 +63,28 @@ class SourceTree(NamedTuple):
                     f"{caller}: {leaf.name} of the source must be an array; got "
                     f"{type(x).__name__}. Shard it, or leave it out."
                 )
+            if leaf.name in first_names:
+                raise RefitError(
+                    f"{caller}: each leaf of the source must have a name of its own; got two "
+                    f"named {leaf.name}. Rename one."
+                )
             x.check()
             first_name = names_by_key.setdefault(key_of(x), leaf.name)
             arrays.setdefault(first_name, x)
-            first_names.append(first_name)
+            first_names[leaf.name] = first_name
         if not arrays:
             raise RefitError(f"{caller}: the source has no arrays. Give it parameters.")
         return SourceTree(arrays, first_names, unflatten)
+
+    def types(self) -> SourceTree:
+        """Return the same tree of arrays without values, which keep no memory alive."""
+        arrays: dict[str, Sharded] = {}
+        for name, x in self.arrays.items():
+            shards = tuple([torch.empty_like(shard, device="meta") for shard in x.shards])
+            arrays[name] = Sharded(x.shape, x.layout, shards)
+        # The function of the tree refers to the arrays, too.
+        tree = self.unflatten([arrays[name] for name in self.first_names.values()])
+        return self._replace(arrays=arrays, unflatten=flattened(tree)[1])
 
     @property
     def mesh(self) -> Mesh:
@@ -86,10 +102,12 @@ class Incoming(NamedTuple):
     Args:
         side: what each device of the engine needs of it.
         dtype: in which it is sent.
+        is_cast: a sender or a receiver casts it.
     """
 
     side: MeshSide | RegionSide
     dtype: torch.dtype
+    is_cast: bool
 
 
 class ArrayEngine:
@@ -115,7 +133,8 @@ class ArrayEngine:
                     f"Refit: the layout of {name} must have no sums; got {layout.spec}."
                 )
             smaller = min(self.dtype_of(name), x.dtype, key=lambda dtype: dtype.itemsize)
-            result[name] = Incoming(MeshSide.of(layout), smaller)
+            is_cast = self.dtype_of(name) != x.dtype
+            result[name] = Incoming(MeshSide.of(layout), smaller, is_cast)
         return result
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -157,7 +176,7 @@ class ArrayEngine:
                 local = (torch.empty(shape, dtype=self.dtype_of(name), device="meta"),)
             arrays[name] = Sharded(x.shape, layout, local)
         self._arrays = arrays
-        return self._source.unflatten([arrays[name] for name in self._source.first_names])
+        return self._source.unflatten([arrays[name] for name in self._source.first_names.values()])
 
 
 def _layouts_of(source: SourceTree, layouts: PyTree) -> dict[str, Layout]:
@@ -166,9 +185,8 @@ def _layouts_of(source: SourceTree, layouts: PyTree) -> dict[str, Layout]:
         return dict.fromkeys(source.arrays, layouts)
     leaves, _ = flattened(layouts)
     by_name = {leaf.name: leaf.value for leaf in leaves}
-    all_names = {*source.first_names}
     missing = [name for name in source.arrays if name not in by_name]
-    extra = [name for name in by_name if name not in all_names and name not in source.arrays]
+    extra = sorted(by_name.keys() - source.first_names.keys())
     for names, text in ((missing, "has no layout for"), (extra, "has what the source has not:")):
         if names:
             raise RefitError(f"Refit: the target {text} {_shown(names)}. Name the same leaves.")
@@ -241,11 +259,16 @@ class TensorEngine:
         for name, x in self._source.arrays.items():
             dims = max(1, x.ndim)
             nothing = np.zeros((0, dims, 2), np.int64)
-            boxes = [row[name][0] if name in row else nothing for row in rows]
-            dtypes = {row[name][1] for row in rows if name in row}
+            boxes: list[Numbers] = []
+            dtypes: set[torch.dtype] = set()
+            for row in rows:
+                box, *needed_dtypes = row.get(name, (nothing,))
+                boxes.append(box)
+                dtypes.update(needed_dtypes)
             # Devices that cast it differently get it as it is, and cast it themselves.
             dtype = dtypes.pop() if len(dtypes) == 1 else x.dtype
-            result[name] = Incoming(RegionSide(tuple(numbers), tuple(boxes)), dtype)
+            side = RegionSide(tuple(numbers), tuple(boxes))
+            result[name] = Incoming(side, dtype, dtype != x.dtype)
         self._incoming = result
         return result
 
@@ -277,12 +300,15 @@ class TensorEngine:
             return
         tensors = self._tensors()
         for name, leaf in self._traced.targets.items():
-            x = tensors.get(name)
-            if x is None or (tuple(x.shape), x.dtype) != (leaf.shape, leaf.dtype):
-                actual = "nothing" if x is None else f"{dtype_name(x.dtype)}{[*x.shape]}"
+            expected = f"{dtype_name(leaf.dtype)}{[*leaf.shape]}"
+            actual = "nothing"
+            if name in tensors:
+                x = tensors[name]
+                actual = f"{dtype_name(x.dtype)}{[*x.shape]}"
+            if actual != expected:
                 raise RefitError(
-                    f"Refit: {name} of the engine must be as it was traced, "
-                    f"{dtype_name(leaf.dtype)}{[*leaf.shape]}; got {actual}. Trace again."
+                    f"Refit: {name} of the engine must be as it was traced, {expected}; got "
+                    f"{actual}. Trace again."
                 )
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -301,8 +327,10 @@ def _gathered(meeting: Mesh, value: object) -> list[Any]:
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         padded[: len(mine)] = mine
         rows = all_gather(padded, AXIS).view(len(sizes), -1).cpu()
-        pairs = zip(rows, sizes, strict=True)
-        results.append([pickle.loads(row[:size].numpy().tobytes()) for row, size in pairs])
+        values: list[Any] = []
+        for row, size in zip(rows, sizes, strict=True):
+            values.append(pickle.loads(row[:size].numpy().tobytes()))
+        results.append(values)
 
     with torch.no_grad(), uncounted():
         run_on_devices(meeting, on_device)
@@ -312,4 +340,6 @@ def _gathered(meeting: Mesh, value: object) -> list[Any]:
 def _shown(names: Any) -> str:
     names = [*names]
     text = ", ".join(names[:_SHOWN])
-    return f"{text} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else text
+    if len(names) > _SHOWN:
+        text += f" and {len(names) - _SHOWN} more"
+    return text

@@ -65,8 +65,11 @@ class Landing(NamedTuple):
 
         # The source's dims in the order of the target's: those that no dim is along have one index.
         used = [dim for dim in self.along if dim >= 0]
-        unused = [dim for dim in range(values.ndim) if dim not in used]
-        values = values.permute([*used, *unused]).reshape([values.shape[dim] for dim in used])
+        unused = [*range(values.ndim)]
+        for dim in used:
+            unused.remove(dim)
+        shape = [values.shape[dim] for dim in used]
+        values = values.permute([*used, *unused]).reshape(shape)
         for number, dim in enumerate(self.along):
             if dim < 0:
                 values = values.unsqueeze(number)
@@ -119,7 +122,7 @@ def _arrival(chains: Sequence[tuple[torch.dtype, ...]]) -> tuple[torch.dtype, in
     It is that of the first cast, where all places have it and it is smaller: senders then cast.
     """
     source = chains[0][0]
-    casts = {chain[1] if len(chain) > 1 else source for chain in chains}
+    casts = {(chain + chain)[1] for chain in chains}  # of a chain without a cast, the source's
     if len(casts) == 1:
         (cast,) = casts
         if cast.itemsize < source.itemsize:
@@ -185,7 +188,10 @@ def _are_disjoint(boxes: Numbers) -> bool:
     for index, box in enumerate(boxes):
         following = boxes[index + 1 :]
         count = int(np.searchsorted(following[:, 0, 0], box[0, 1]))
-        if count and volume(intersect(box[None, None], following[:count, None])).any():
+        if count == 0:
+            continue
+        common = intersect(box[None, None], following[:count, None])
+        if volume(common).any():
             return False
     return True
 

@@ -11,8 +11,9 @@ Every process of both meshes calls `Refit` and `send`; on others these return at
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import count
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from torch import Tensor
 from fshard.errors import RefitError
 from fshard.mesh.collectives.api import all_gather, all_to_all, psum
 from fshard.mesh.collectives.ledger import uncounted
-from fshard.mesh.layout import Layout, Mesh, PyTree
-from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.layout import Mesh, PyTree
+from fshard.mesh.layout.kinds import compute_device
 from fshard.mesh.reshard.between import (
     AXIS,
     Shards,
@@ -34,12 +35,12 @@ from fshard.mesh.reshard.between import (
     run_rounds,
     way_between,
 )
-from fshard.mesh.reshard.crossing import Crossing, MeshSide
+from fshard.mesh.reshard.crossing import Crossing, MeshSide, crossing_of
 from fshard.mesh.reshard.rounds import Portion, Rounds
 from fshard.mesh.runtimes.process import machines_of
 from fshard.mesh.spmd.run import run_on_devices
 from fshard.mesh.spmd.scope import parting, require
-from fshard.refit.decision import TAKE, decision_on
+from fshard.refit.decision import TAKE, Attempts
 from fshard.refit.delta import Change, bits, pack, unpack
 from fshard.refit.digests import digest
 from fshard.refit.engines import ArrayEngine, SourceTree, TensorEngine
@@ -48,8 +49,11 @@ from fshard.refit.traced import Target, Trace
 from fshard.source import Site, call_site
 
 _CALLER = "Refit.send"
-_refits = count()
-"""Numbers of refits: all processes make them in one order. They name decisions in the store."""
+_refits: dict[tuple[int, ...], int] = defaultdict(int)
+"""The number of refits between the same devices, which make them in one order.
+
+It names their decisions. Devices of neither mesh need not count them.
+"""
 
 
 class Refit:
@@ -57,7 +61,7 @@ class Refit:
 
     Args:
         source: a tree of arrays, such as parameters of `shard_params`: those of the first version,
-            or any that are alike.
+            or any that are alike. They stay alive until others are sent.
         target: a layout, or a tree of layouts like `source`, on the engine's mesh: the engine has
             arrays. Or the trace of this device's loader, on a device of `mesh`, and None on others:
             the engine has tensors, which `send` writes in place. See `fs.refit.trace`.
@@ -65,9 +69,13 @@ class Refit:
         into: what the trace was made with: the engine's module, or a dict of tensors.
         dtype: of the engine's arrays; None for that of each array of the source. With traces the
             loader casts.
-        delta: send the elements that have changed since the last version alone. Both sides then
-            have a copy of what was sent.
+        delta: send the elements that have changed since the last version alone. The trainer keeps
+            a copy of what was sent; an engine with tensors keeps what has arrived. The arrays of
+            another engine must not be written.
         check: compare digests of all elements before a version is taken.
+
+    A device of the engine needs the new shards beside the old ones, by a trace the elements that
+    arrive, once. Both sides need one round more, of 16 MiB at most, and a MiB for digests.
 
     Attributes:
         plan: what a version sends, a `RefitPlan`.
@@ -96,25 +104,34 @@ class Refit:
         check: bool = True,
     ) -> None:
         tree = SourceTree.of("Refit", source)
-        self._source = tree
+        self._source = tree.types()
+        self._default: SourceTree | None = tree
         self._source_mesh = tree.mesh
         self._delta = delta
         self._check = check
-        self._number = next(_refits)
         self.version: int | None = None
+        # The version that both sides have a copy of, which a change can be of; None for none.
+        self._base: int | None = None
 
         if target is None or isinstance(target, Trace):
             if mesh is None:
                 raise RefitError(
                     "Refit: mesh must be the engine's mesh, with a trace as target; got None."
                 )
-            engine: ArrayEngine | TensorEngine = TensorEngine(tree, mesh, target, into, keeps=delta)
+            engine: ArrayEngine | TensorEngine = TensorEngine(
+                self._source, mesh, target, into, keeps=delta
+            )
         else:
-            engine = ArrayEngine(tree, target, dtype)
+            engine = ArrayEngine(self._source, target, dtype)
         self._engine = engine
         self._meeting = meeting_of(self._source_mesh, engine.mesh)
         self._all_rounds: list[Rounds] = []
+        self._cast_leaves: set[int] = set()
         if self._meeting is not None:
+            devices = self._meeting.devices
+            _refits[devices] += 1
+            name = f"refit/{'-'.join(map(str, devices))}/{_refits[devices]}"
+            self._attempts = Attempts(name, self._meeting)
             self._all_rounds = self._plan_rounds(self._meeting)
         self._sent: dict[int, list[Tensor]] = {}  # with a delta: copies, by the number of a device
         self.plan = self._plan()
@@ -133,9 +150,12 @@ class Refit:
                 )
             of_leaf = incoming[name]
             leaves_of.setdefault(of_leaf.dtype, []).append(index)
+            if of_leaf.is_cast:
+                self._cast_leaves.add(index)
             before = MeshSide.of(x.layout)
             shape = x.shape or (1,)
-            crossings.append(Crossing(before, of_leaf.side, shape, meeting.devices, machines))
+            make = crossing_of if isinstance(of_leaf.side, MeshSide) else Crossing
+            crossings.append(make(before, of_leaf.side, shape, meeting.devices, machines))
 
         way = way_between(self._source_mesh, self._engine.mesh)
         result: list[Rounds] = []
@@ -164,120 +184,173 @@ class Refit:
 
         Args:
             version: its number, higher than that of the last one.
-            source: a tree of arrays like those of `Refit`; by default those.
+            source: a tree of arrays like those of `Refit`; by default those, until others are
+                sent.
+
+        Processes begin once all have come, so an argument that one of them refuses is an error on
+        all at once. After an error the links of all that have not ended are as before, on one
+        machine; between machines the group of both meshes is lost by an error on the way.
         """
         site = call_site()
-        tree = self._source if source is None else SourceTree.of(_CALLER, source)
-        self._validate(version, tree)
         if self._meeting is None:
+            self._validate(version, source)
             self.version = version
             return self._engine.take({})
 
+        attempt = self._attempts.next()
         try:
+            tree = self._validate(version, source)
             self._engine.validate()
-            shards, problems = self._move(self._meeting, tree, site)
+            old_shards = _shards_by_number(tree)
+            new_shards: dict[int, list[Tensor]] = {}
+            for number in numbers_held(self._engine.mesh):
+                new_shards[number] = self._engine.new_shards(number)
+
+            problem = attempt.begin()
+            if not problem:
+                with attempt.links():
+                    problem = self._move(version, old_shards, new_shards, site)
         except BaseException as error:
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._decide(version, text)
-            error.add_note(_left_text(version, text, self.version))
+            self._base = None
+            cause = attempt.fail(error)
+            if cause and isinstance(error, Exception):
+                raise RefitError(_left_text(version, cause, self.version)) from error
+            error.add_note(_left_text(version, type(error).__name__, self.version))
             raise
-        decision = self._decide(version, problems)
+        decision = attempt.leave(problem) if problem else attempt.vote()
         if decision != TAKE:
+            self._base = None
             raise RefitError(_left_text(version, decision, self.version))
-        result = self._engine.take(shards)
-        if self._delta:
-            self._keep_sent(tree)
+
+        result = self._engine.take(new_shards)
         self.version = version
+        if self._delta:
+            self._keep_sent(old_shards)
+            self._base = version
         return result
 
-    def _validate(self, version: int, tree: SourceTree) -> None:
-        """Raise unless this can be the next version."""
+    def _validate(self, version: int, source: PyTree | None) -> SourceTree:
+        """Return the arrays to send; raise unless they can be the next version."""
         current = -1 if self.version is None else self.version
-        is_next = isinstance(version, int) and version > current
-        if not is_next:
+        is_number = isinstance(version, int) and not isinstance(version, bool)
+        if not is_number or version <= current:
             raise RefitError(
                 f"{_CALLER}: version must be an integer above the current one, {current}; "
                 f"got {version!r}."
             )
-        expected = self._source.arrays
-        problems = [f"{name} is missing" for name in expected if name not in tree.arrays]
-        problems += [f"{name} was not in it" for name in tree.arrays if name not in expected]
-        if problems:
+        if source is not None:
+            tree = SourceTree.of(_CALLER, source)
+            self._default = None  # so that the first version does not stay in memory
+        elif self._default is not None:
+            tree = self._default
+        else:
             raise RefitError(
-                f"{_CALLER}: the source must have the arrays that Refit was made with; "
-                f"{problems[0]}. Make another Refit."
+                f"{_CALLER}: source must be given; got None, after another was. Refit keeps no "
+                "arrays alive."
             )
+        self._validate_names(tree)
         for name, x in tree.arrays.items():
-            before = expected[name]
-            has_layout = _without_memory(x) == _without_memory(before)
+            before = self._source.arrays[name]
+            # Memory, unit and whether it is frozen may differ: no region depends on them.
+            has_layout = MeshSide.of(x.layout) == MeshSide.of(before.layout)
             is_alike = has_layout and x.shape == before.shape and x.dtype == before.dtype
             if not is_alike:
                 raise RefitError(
                     f"{_CALLER}: {name} must be like that of Refit, {before!r}; got {x!r}."
                 )
+        return tree
 
-    def _decide(self, version: int, problem: str) -> str:
-        """Return the decision of all processes, to which a problem here contributes."""
-        assert self._meeting is not None
-        if self._meeting.runtime != "process":
-            return problem or TAKE  # virtual devices end together, see `_move`
-        decision = decision_on(f"refit/{self._number}/{version}", self._meeting)
-        return decision.leave(problem) if problem else decision.vote()
+    def _validate_names(self, tree: SourceTree) -> None:
+        """Raise unless leaves have the names, and are tied, as those of `Refit`."""
+        expected = self._source.first_names
+        problems = [f"{name} is missing" for name in expected if name not in tree.first_names]
+        problems += [f"{name} was not in it" for name in tree.first_names if name not in expected]
+        for name, first_name in tree.first_names.items():
+            before = expected.get(name, first_name)
+            if first_name != before:
+                is_tied = f"{name} is tied to {first_name}" if first_name != name else "is not tied"
+                was_tied = f"was tied to {before}" if before != name else "was not tied"
+                problems.append(f"{name} {was_tied}, and {is_tied}")
+        if problems:
+            raise RefitError(
+                f"{_CALLER}: the source must have the arrays that Refit was made with; "
+                f"{problems[0]}. Make another Refit."
+            )
 
     # -- moving ------------------------------------------------------------------------------------
 
     def _move(
-        self, meeting: Mesh, tree: SourceTree, site: Site
-    ) -> tuple[dict[int, list[Tensor]], str]:
-        """Move a version; return the engine's new shards by device, and what is wrong with them."""
-        old_shards = _shards_by_number(tree)
-        engine_numbers = numbers_held(self._engine.mesh)
-        current_shards: dict[int, Sequence[Tensor]] = {}
-        if self._delta and self.version is not None:
-            current_shards = {number: self._engine.shards(number) for number in engine_numbers}
-        new_shards: dict[int, list[Tensor]] = {}
+        self,
+        version: int,
+        old_shards: Mapping[int, list[Tensor]],
+        new_shards: Mapping[int, list[Tensor]],
+        site: Site,
+    ) -> str:
+        """Move a version into the engine's new shards; return what is wrong with them, or ""."""
+        meeting = self._meeting
+        assert meeting is not None
+        nothing: list[Tensor | None] = [None] * len(self._source.arrays)
+        base_shards: dict[int, Sequence[Tensor]] = {}
+        if self._base is not None:
+            base_shards = {number: self._engine.shards(number) for number in new_shards}
         problems: list[str] = []
 
         def on_device(index: int) -> None:
             number = meeting.devices[index]
-            nothing: list[Tensor | None] = [None] * len(tree.arrays)
             old: Shards = old_shards.get(number, nothing)
-            new: Shards = nothing
-            if number in engine_numbers:
-                new_shards[number] = self._engine.new_shards(number)
-                new = new_shards[number]
+            new: Shards = new_shards.get(number, nothing)
             group = require(_CALLER).group((AXIS,), _CALLER)
-            with parting(group):
-                is_delta = self._delta and _have_all(self.version)
-                if is_delta and number in engine_numbers:
-                    for x, current in zip(new_shards[number], current_shards[number], strict=True):
-                        x.copy_(current)
+            # Processes see in the store that one has failed, and keep their links: see `links`.
+            is_process = meeting.runtime == "process"
+            with nullcontext() if is_process else parting(group):
+                has_base = self._have_one_base(version, meeting)
+                is_delta = self._delta and has_base
+                if is_delta and number in new_shards:
+                    for x, base in zip(new_shards[number], base_shards[number], strict=True):
+                        x.copy_(base)
                 for rounds in self._all_rounds:
                     if is_delta:
                         sent_before = self._sent.get(number, nothing)
-                        sent = _run_delta(rounds, index, old, sent_before, new)
+                        sent = _run_delta(rounds, index, old, sent_before, new, meeting)
                     else:
                         sent = rounds.sent[index].tolist()
                         run_rounds(rounds, index, old, new, meeting, site)
                     record_sent(rounds, index, sent, site)
                     if self._check:
-                        problems.extend(self._wrong(rounds, index, old, new))
-                if meeting.runtime != "process":
-                    _share_problems(problems)
+                        problems.extend(self._wrong(rounds, index, old, new, meeting))
+                if not is_process:
+                    _share_problems(problems, meeting)
 
         with torch.no_grad():
             run_on_devices(meeting, on_device)
-        return new_shards, "; ".join(problems[:4])
+        return "; ".join(problems[:4])
 
-    def _wrong(self, rounds: Rounds, index: int, old: Shards, new: Shards) -> list[str]:
+    def _have_one_base(self, version: int, meeting: Mesh) -> bool:
+        """Return True if all devices have the same base; raise unless they send one version."""
+        base = -1 if self._base is None else self._base
+        device = compute_device(meeting)
+        with uncounted():
+            rows = all_gather(torch.tensor([version, base], device=device), AXIS).view(-1, 2)
+        versions, bases = rows.T.tolist()
+        if {*versions} != {version}:
+            pairs = zip(meeting.devices, versions, strict=True)
+            shown = ", ".join([f"{sent} on device {number}" for number, sent in pairs])
+            raise RefitError(f"{_CALLER}: version must be one number on all devices; got {shown}.")
+        return base >= 0 and {*bases} == {base}
+
+    def _wrong(
+        self, rounds: Rounds, index: int, old: Shards, new: Shards, meeting: Mesh
+    ) -> list[str]:
         """Return what is wrong with the new shards of a device, by digests from the senders."""
         names = [*self._source.arrays]
         count_of_pairs = np.sum([crossing.counts > 0 for crossing in rounds.crossings], 0)
-        sent: list[Tensor] = []
+        device = compute_device(meeting)
+        sent = [torch.empty(0, dtype=torch.int64, device=device)]
         for pair in rounds.outgoing(index):
             for portion in pair.portions:
-                sent.append(_digest(portion, old, rounds.dtype))
-        row = torch.stack(sent) if sent else torch.empty(0, dtype=torch.int64)
+                value = self._digest(portion, old, rounds.dtype)
+                sent.append(value.view(1).to(device))  # that of an array in host memory is there
+        row = torch.cat(sent)
         with uncounted():
             expected = all_to_all(row, AXIS, counts=count_of_pairs.tolist())
 
@@ -285,9 +358,9 @@ class Refit:
         arrived: list[Portion] = []
         for pair in rounds.incoming(index):
             arrived += pair.portions
-        for value, portion in zip(expected, arrived, strict=True):
-            actual = _digest(portion, new, rounds.dtype)
-            if not torch.equal(actual, value.to(actual.device)):
+        for value, portion in zip(expected.tolist(), arrived, strict=True):
+            actual = self._digest(portion, new, rounds.dtype)
+            if int(actual) != value:
                 regions, boxes = portion.elements
                 first = regions[0][:, 0].tolist()
                 size = sum([box.size for box in boxes])
@@ -297,12 +370,21 @@ class Refit:
                 )
         return problems
 
-    def _keep_sent(self, tree: SourceTree) -> None:
+    def _digest(self, portion: Portion, shards: Shards, dtype: torch.dtype) -> Tensor:
+        """Return the digest of a portion, as a device stores it."""
+        shard = shards[portion.leaf]
+        assert shard is not None
+        pairs = zip(*portion.elements, strict=True)
+        parts = [(region, shard, box) for region, box in pairs]
+        is_cast = portion.leaf in self._cast_leaves
+        return digest(portion.shape, parts, dtype, is_cast=is_cast)
+
+    def _keep_sent(self, shards_by_number: Mapping[int, list[Tensor]]) -> None:
         """Keep a copy of what was sent, in the dtypes in which it was."""
         dtypes: dict[int, torch.dtype] = {}
         for rounds in self._all_rounds:
             dtypes.update(dict.fromkeys(rounds.leaves, rounds.dtype))
-        for number, shards in _shards_by_number(tree).items():
+        for number, shards in shards_by_number.items():
             if number not in self._sent:
                 self._sent[number] = [
                     torch.empty_like(x, dtype=dtypes[leaf]) for leaf, x in enumerate(shards)
@@ -319,17 +401,13 @@ def _left_text(version: int, decision: str, current: int | None) -> str:
     )
 
 
-def _share_problems(problems: list[str]) -> None:
+def _share_problems(problems: list[str], meeting: Mesh) -> None:
     """Let all virtual devices have a problem if one has."""
+    count_of_problems = torch.tensor(len(problems), device=compute_device(meeting))
     with uncounted():
-        total = int(psum(torch.tensor(len(problems)), AXIS))
+        total = int(psum(count_of_problems, AXIS))
     if total and not problems:
         problems.append("other values have arrived on another device")
-
-
-def _without_memory(x: Sharded) -> Layout:
-    """Return the layout of an array as if it was in the devices' memory: any other is read, too."""
-    return x.layout.with_memory("device")
 
 
 def _shards_by_number(tree: SourceTree) -> dict[int, list[Tensor]]:
@@ -341,26 +419,12 @@ def _shards_by_number(tree: SourceTree) -> dict[int, list[Tensor]]:
     return result
 
 
-def _have_all(version: int | None) -> bool:
-    """Return True if all devices have the same version, which a change can be of."""
-    number = -1 if version is None else version
-    with uncounted():
-        numbers = all_gather(torch.tensor([number]), AXIS).tolist()
-    return number >= 0 and {*numbers} == {number}
-
-
-def _digest(portion: Portion, shards: Shards, dtype: torch.dtype) -> Tensor:
-    """Return the digest of a portion, as a device stores it."""
-    shard = shards[portion.leaf]
-    assert shard is not None
-    pairs = zip(*portion.elements, strict=True)
-    return digest(portion.shape, [(region, shard, box) for region, box in pairs], dtype)
-
-
 # -- changes ---------------------------------------------------------------------------------------
 
 
-def _run_delta(rounds: Rounds, index: int, old: Shards, sent: Shards, new: Shards) -> list[int]:
+def _run_delta(
+    rounds: Rounds, index: int, old: Shards, sent: Shards, new: Shards, meeting: Mesh
+) -> list[int]:
     """Send what differs from the last version, and write it into the new shards.
 
     Return the bytes that were sent to each device.
@@ -371,7 +435,9 @@ def _run_delta(rounds: Rounds, index: int, old: Shards, sent: Shards, new: Shard
         old: shards of the source.
         sent: what they were in the last version, in the dtype of the rounds.
         new: shards of the engine, which have the last version.
+        meeting: the mesh of all devices.
     """
+    device = compute_device(meeting)
     copy_overlap(rounds, index, old, new)
     outgoing = rounds.outgoing(index)
     incoming = rounds.incoming(index)
@@ -379,11 +445,11 @@ def _run_delta(rounds: Rounds, index: int, old: Shards, sent: Shards, new: Shard
     for number in range(rounds.count):
         counts = rounds.counts(number)
         boxes = [*rounds.boxes(outgoing, number)]
-        row = _row(boxes, old, rounds.dtype)
-        row_before = _row(boxes, sent, rounds.dtype)
+        row = _row(boxes, old, rounds.dtype, device)
+        row_before = _row(boxes, sent, rounds.dtype, device)
         is_changed = (bits(row) != bits(row_before)).any(1)
 
-        parcels: list[Tensor] = []
+        parcels = [torch.empty(0, dtype=torch.uint8, device=device)]
         sizes = [0] * len(counts)
         ends = counts[index].cumsum().tolist()
         for receiver in np.flatnonzero(counts[index]).tolist():
@@ -393,10 +459,10 @@ def _run_delta(rounds: Rounds, index: int, old: Shards, sent: Shards, new: Shard
             sizes[receiver] = len(parcel)
             total[receiver] += len(parcel)
             parcels.append(parcel)
-        parcel = torch.cat(parcels) if parcels else torch.empty(0, dtype=torch.uint8)
         with uncounted():
-            matrix = all_gather(torch.tensor(sizes), AXIS).view(len(sizes), -1)
-            arrived = all_to_all(parcel, AXIS, counts=matrix.tolist())
+            matrix = all_gather(torch.tensor(sizes, device=device), AXIS).view(len(sizes), -1)
+            matrix = matrix.cpu()
+            arrived = all_to_all(torch.cat(parcels), AXIS, counts=matrix.tolist())
 
         boxes = [*rounds.boxes(incoming, number)]
         begins = np.cumsum([0, *[box.size for _, box in boxes]])
@@ -409,20 +475,22 @@ def _run_delta(rounds: Rounds, index: int, old: Shards, sent: Shards, new: Shard
     return total
 
 
-def _row(boxes: Sequence[tuple[int, Any]], shards: Shards, dtype: torch.dtype) -> Tensor:
-    """Return the values of boxes one after another."""
-    values: list[Tensor] = [torch.empty(0, dtype=dtype)]
+def _row(
+    boxes: Sequence[tuple[int, Any]], shards: Shards, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the values of boxes one after another, on a device."""
+    values = [torch.empty(0, dtype=dtype, device=device)]
     for leaf, box in boxes:
         shard = shards[leaf]
         assert shard is not None
-        values.append(box.of(shard).reshape(-1).to(dtype))
+        values.append(box.of(shard).reshape(-1).to(dtype).to(device))
     return torch.cat(values)
 
 
 def _write(boxes: Sequence[tuple[int, Any]], begins: Any, change: Change, new: Shards) -> None:
     """Write changed elements of a row into the boxes that the row is of."""
     positions = change.positions
-    bounds = torch.searchsorted(positions, torch.as_tensor(begins)).tolist()
+    bounds = torch.searchsorted(positions, torch.tensor(begins, device=positions.device)).tolist()
     for number, (leaf, box) in enumerate(boxes):
         first = bounds[number]
         last = bounds[number + 1]
@@ -433,6 +501,9 @@ def _write(boxes: Sequence[tuple[int, Any]], begins: Any, change: Change, new: S
         rest = positions[first:last] - int(begins[number])
         offsets = torch.full_like(rest, box.offset)
         for length, stride in zip(reversed(box.lengths), reversed(box.strides), strict=True):
-            offsets += rest % length * stride
-            rest = rest // length
-        shard.view(-1)[offsets] = change.values[first:last].to(shard.dtype)
+            quotient = rest // length
+            offsets += (rest - quotient * length) * stride
+            rest = quotient
+        values = change.values[first:last].to(shard.dtype)
+        # An array in host memory is written there.
+        shard.view(-1)[offsets.to(shard.device)] = values.to(shard.device)

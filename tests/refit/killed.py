@@ -3,7 +3,7 @@
     killed.py FOLDER DELTA       RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment
 
 It writes FOLDER/ready-RANK after the second version, and FOLDER/result-RANK when a send has raised:
-its version, whether the engine has exactly that one, and when.
+its version, whether the engine has exactly that one, and when; then whether its own mesh still works.
 """
 
 from __future__ import annotations
@@ -75,7 +75,14 @@ def send_until_one_fails(folder, *, delta):
     has_version = None
     if engine is not None:
         has_version = torch.equal(engine.weight, loaded_engine(rank, refit.version).weight)
+    own = served if served.is_member else trainer
+    try:
+        totals = fs.run(lambda: fs.psum(torch.ones(3), own.axis_names), mesh=own)
+        works = totals[0].tolist() == [2, 2, 2]
+    except Exception as failure:
+        works = f"{type(failure).__name__}: {failure}"
     result = {
+        "works": works,
         "version": refit.version,
         "has_version": has_version,
         "end": end,

@@ -90,4 +90,7 @@ def test_kill_in_a_send_leaves_one_version_everywhere(start, tmp_path, kill):
     assert len({result["version"] for result in results.values()}) == 1, results
     assert all(result["has_version"] is not False for result in results.values()), results
     seconds = max(result["end"] for result in results.values()) - killed
+    neighbour = victim ^ 1  # of the same mesh, which has lost it
+    works = {rank: x["works"] for rank, x in results.items() if rank != neighbour}
+    assert all(value is True for value in works.values()), (works, results)
     assert seconds < 10  # a tenth of it on processors that do nothing else

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard import P
 from fshard.errors import RefitError
+from fshard.mesh.reshard import rounds
 from fshard.refit import send
 from tests.refit.engine import Rank
 from tests.refit.families import FAMILIES
@@ -111,6 +115,96 @@ def test_refit_of_tied_arrays_sends_them_once_and_keeps_them_tied():
     assert refit.plan.bytes == 4 * 4 * 4
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_nans_are_no_other_values(source, dtype):
+    trainer = fs.make_mesh({"x": 2})
+    engine = fs.make_mesh({"z": 2}, devices=(2, 3))
+    x = torch.randn(64, 32)
+    x.view(torch.int32)[::3] = 0x7F812345  # signalling NaNs with bits of their own
+    x[1::3] = -0.0
+    x = x.to(source)
+    params = {"w": fs.device_put(x, fs.Layout(trainer, P("x")))}
+    refit = fs.refit.Refit(params, fs.Layout(engine, P(None, "z")), dtype=dtype)
+    actual = fs.unshard(refit.send(1)["w"])
+    expected = x.to(dtype or source)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
+    assert torch.equal(actual.signbit()[1::3], expected.signbit()[1::3])
+
+
+def test_swapped_signs_of_wide_elements_have_another_digest(monkeypatch):
+    trainer = fs.make_mesh({"x": 1})
+    engine = fs.make_mesh({"z": 1}, devices=(1,))
+    x = torch.tensor([1.0, -1.0, 2.0], dtype=torch.float64)
+    params = {"a": fs.device_put(x, fs.Layout(trainer))}
+    refit = fs.refit.Refit(params, fs.Layout(engine))
+    run_rounds = send.run_rounds
+
+    def swapped(rounds, index, old, new, *rest):
+        run_rounds(rounds, index, old, new, *rest)
+        if index == 1:
+            new[0][[0, 1]] = new[0][[1, 0]]
+
+    monkeypatch.setattr(send, "run_rounds", swapped)
+    with pytest.raises(RefitError, match="a arrived with other values"):
+        refit.send(1)
+
+
+def test_send_needs_the_new_shards_and_one_round(monkeypatch):
+    monkeypatch.setattr(rounds, "ROUND", 64 << 10)
+    trainer = fs.make_mesh({"x": 4})
+    engine = fs.make_mesh({"z": 2}, devices=(4, 5))
+    layout = fs.Layout(trainer, P.flat("x", shape=(1024, 1024)))
+    params = {name: fs.device_put(torch.randn(1024, 1024), layout) for name in "ab"}
+    refit = fs.refit.Refit(params, fs.Layout(engine, P(None, "z")))
+    new_shards = 4 << 20
+    digests = 1 << 20  # some rows of numbers of a chunk
+    with fs.memory.limit() as memory:
+        refit.send(1)
+    assert memory.peak() <= new_shards + (64 << 10) + digests
+
+
+def test_send_of_arrays_that_no_module_has_named_is_a_version():
+    trainer = fs.make_mesh({"x": 2})
+    engine = fs.make_mesh({"z": 2}, devices=(2, 3))
+    params = fs.shard_params({"w": torch.arange(8.0)}, P.flat("x"), mesh=trainer)
+    refit = fs.refit.Refit(params, fs.Layout(engine, P("z")))
+    weights = refit.send(1, {"w": params["w"] + 1})  # of no unit
+    assert torch.equal(fs.unshard(weights["w"]), torch.arange(8.0) + 1)
+
+
+def test_refit_keeps_no_arrays_of_an_earlier_version_alive():
+    trainer = fs.make_mesh({"x": 2})
+    engine = fs.make_mesh({"z": 2}, devices=(2, 3))
+
+    def arrays():
+        return {"w": fs.device_put(torch.randn(8), fs.Layout(trainer, P("x")))}
+
+    first = arrays()
+    refit = fs.refit.Refit(first, fs.Layout(engine, P("z")))
+    shard = weakref.ref(first["w"].shards[0])
+    refit.send(1)
+    refit.send(2, arrays())
+    del first
+    gc.collect()
+    assert shard() is None
+    with pytest.raises(RefitError, match="source must be given"):
+        refit.send(3)
+
+
+def test_failed_delta_is_followed_by_a_full_version():
+    trainer = fs.make_mesh({"x": 2})
+    engine = fs.make_mesh({"z": 2}, devices=(2, 3))
+    params = {"w": fs.device_put(torch.arange(8.0), fs.Layout(trainer, P("x")))}
+    refit = fs.refit.Refit(params, fs.Layout(engine, P("z")), delta=True)
+    weights = refit.send(1)
+    weights["w"].shards[1][2] = 7.5  # the engine's user writes into what a change is of
+    with pytest.raises(RefitError, match="w arrived with other values on device 3"):
+        refit.send(2)
+    assert torch.equal(fs.unshard(refit.send(3)["w"]), torch.arange(8.0))
+
+
 # -- traces --------------------------------------------------------------------------------------------------
 
 
@@ -183,8 +277,9 @@ def test_refit_by_layouts_without_a_leaf_names_it():
         (lambda params: {"a": params["a"], "d": params["b"]}, "b is missing"),
         (lambda params: params | {"b": params["b"].double()}, "b must be like"),
         (lambda params: params | {"b": fs.reshard(params["b"], P())}, "b must be like"),
+        (lambda params: params | {"b": params["a"]}, "b was not tied, and b is tied to a"),
     ],
-    ids=["missing", "extra", "renamed", "dtype", "layout"],
+    ids=["missing", "extra", "renamed", "dtype", "layout", "tied"],
 )
 def test_send_of_another_tree_names_the_leaf(change, text):
     params, refit = _refit()

@@ -13,8 +13,8 @@ import os
 import sys
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -424,6 +424,34 @@ class ProcessWorld:
                 self._works, self.peers, members, self.rank
             )
         return transport
+
+    @contextmanager
+    def attempt(self, mesh: Mesh, name: str, failure: Callable[[], str]) -> Generator[None]:
+        """Run a block whose collectives on a mesh may fail and leave the links open.
+
+        That holds for the processes of one machine: see Note [Attempts leave links open]. A group
+        of torch.distributed is lost, and none beside it.
+
+        Args:
+            mesh: all of it.
+            name: of its own, equal on all processes.
+            failure: returns why it has failed, or "".
+        """
+        members = mesh.devices
+        usual = self._transports.get(members)
+        if mesh.size > 1 and self._staged and self.are_near(members):
+            self._transports[members] = SharedMemory(
+                self._works, self.peers, members, self.rank, name, failure
+            )
+        watched = self._watch.attempt(name, failure) if self._watch else nullcontext()
+        try:
+            with watched:
+                yield
+        finally:
+            if usual is not None:
+                self._transports[members] = usual
+            elif mesh.size > 1 and self.are_near(members):
+                self._transports.pop(members, None)
 
     def _host_transport(self, members: tuple[int, ...]) -> Transport:
         """Return the transport for tensors in host memory, of a group whose backend is for GPUs."""

@@ -26,7 +26,7 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -99,7 +99,26 @@ class Watch:
         self._open_meetings: dict[Meeting, None] = {}  # a set in order
         self._parted: dict[str, MismatchError] = {}  # the groups whose calls differed stay closed
         self._turn = 0
+        self._attempt = ""
+        self._failure: Callable[[], str] = str
         self._publish_state("runs", [], "")
+
+    @contextlib.contextmanager
+    def attempt(self, name: str, failure: Callable[[], str]) -> Generator[None]:
+        """Run a block whose calls may fail on some: see Note [Attempts leave links open].
+
+        They are counted apart, and end where the attempt has failed.
+        """
+        self._attempt = name
+        self._failure = failure
+        try:
+            yield
+        finally:
+            self._attempt = ""
+            self._failure = str
+            for meeting in [*self._open_meetings]:
+                if meeting.group.endswith(name):
+                    del self._open_meetings[meeting]
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -116,7 +135,7 @@ class Watch:
 
         `has_one_line`: all processes must call it in one line of the program.
         """
-        name = "-".join(map(str, group.members))
+        name = "-".join(map(str, group.members)) + self._attempt
         if name in self._parted:
             raise self._parted[name]
         prefix = f"call/{name}/{self._next_number(name)}"
@@ -221,6 +240,9 @@ class Watch:
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE)
             if time.monotonic() - last_read > READ_INTERVAL:
+                failed = self._failure()
+                if failed:
+                    raise RuntimeError(f"The attempt has failed: {failed}")
                 for meeting in self._open_meetings:
                     self._compare_calls(meeting)
                 self._raise_if_deadlocked()

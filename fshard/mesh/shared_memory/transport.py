@@ -70,10 +70,31 @@ MESSAGE, ANSWER = 4, 3
 """Last bits of a key: see Note [Message forms]."""
 
 
-class SharedMemory(Transport):
-    """The processes of one group, all of this machine."""
+# Note [Attempts leave links open]
+# After an error a process closes its links, since others may wait for it, or read memory that it
+# frees. Then no group of theirs works any more, though all but one process may be alive. An attempt
+# is work whose processes learn elsewhere that it has failed, and whose results none of them uses
+# then. So its transport looks for that while it waits, and leaves the links open. It has
+# keys of its own: messages of a failed attempt are those of no other call.
 
-    def __init__(self, works: Works, peers: Peers, members: tuple[int, ...], rank: int) -> None:
+
+class SharedMemory(Transport):
+    """The processes of one group, all of this machine.
+
+    Args:
+        attempt: the name of an attempt, see Note [Attempts leave links open]; "" for none.
+        failure: returns why the attempt has failed, or "".
+    """
+
+    def __init__(
+        self,
+        works: Works,
+        peers: Peers,
+        members: tuple[int, ...],
+        rank: int,
+        attempt: str = "",
+        failure: Callable[[], str] = str,
+    ) -> None:
         super().__init__(works, members.index(rank), len(members))
         self.lock = peers.lock
         self._all_peers = peers
@@ -81,7 +102,9 @@ class SharedMemory(Transport):
             index: peers.by_rank[member] for index, member in enumerate(members) if member != rank
         }
         self.neighbours = [(self.index + step) % self.n for step in range(1, self.n)]
-        self._group = zlib.crc32(repr(members).encode()) << 32
+        self._group = zlib.crc32(f"{members}{attempt}".encode()) << 32
+        self._is_attempt = bool(attempt)
+        self._failure = failure
         # The numbers of calls to come: of collectives, and of messages by peer and direction.
         self._calls = count(0, 8)
         self._messages: dict[tuple[int, bool], Iterator[int]] = defaultdict(lambda: count(0, 8))
@@ -129,12 +152,17 @@ class SharedMemory(Transport):
         self._all_peers.wait(needs, self._advance_others)
 
     def _advance_others(self) -> bool:
+        failure = self._failure()
+        if failure:
+            raise RuntimeError(f"The attempt has failed: {failure}")
         return len(self.works.in_progress) > 1 and self.works.advance()
 
     def is_ready(self, needs: Sequence[Need], call: CallInfo) -> bool:
         return all(self._all_peers.has_arrived(peer, key) for peer, key in needs)
 
     def fail(self, error: BaseException) -> None:
+        if self._is_attempt:
+            return
         # Others must not read memory that is freed after the error: see Note [Message forms].
         for peer in self.peers.values():
             peer.close(error)
