@@ -19,6 +19,8 @@ _SKIP = 255
 """The code of so many elements that have not changed, with none behind them that has."""
 _HEADER = 8
 """Bytes of the number of codes, in front of them."""
+_ALL = -1
+"""In place of that number: all elements follow, since they are shorter than the changed ones."""
 
 
 def bits(x: Tensor) -> Tensor:
@@ -33,13 +35,15 @@ class Change(NamedTuple):
     values: Tensor
 
 
-def pack(change: Change) -> Tensor:
-    """Return a change as bytes: the number of codes, the codes, the values.
+def pack(change: Change, row: Tensor) -> Tensor:
+    """Return a change of a row as bytes: the number of codes, the codes, the values.
 
-    >>> change = Change(torch.tensor([3, 4, 300]), torch.tensor([1.0, 2.0, 3.0]))
-    >>> packed = pack(change)
+    >>> row = torch.zeros(400)
+    >>> packed = pack(Change(torch.tensor([3, 4, 300]), torch.tensor([1.0, 2.0, 3.0])), row)
     >>> packed[8:12].tolist(), len(packed)
     ([3, 0, 255, 40], 24)
+    >>> len(pack(Change(torch.arange(400), row), row))  # all have changed: no codes
+    1608
     """
     positions = change.positions
     gaps = positions.diff(prepend=positions.new_tensor([-1])) - 1
@@ -48,17 +52,25 @@ def pack(change: Change) -> Tensor:
     count = int(ends[-1]) if len(ends) else 0
     codes = torch.full((count,), _SKIP, dtype=torch.uint8, device=positions.device)
     codes[ends - 1] = (gaps - skips * _SKIP).to(torch.uint8)
-    header = torch.tensor([len(codes)], device=positions.device).view(torch.uint8)
-    return torch.cat([header, codes, change.values.contiguous().view(torch.uint8)])
+    parts = [codes, change.values.contiguous().view(torch.uint8)]
+    if count + change.values.nbytes > row.nbytes:
+        count = _ALL
+        parts = [row.contiguous().view(torch.uint8)]
+    header = torch.tensor([count], device=positions.device).view(torch.uint8)
+    return torch.cat([header, *parts])
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Change:
     """Return the change with these bytes.
 
-    >>> unpack(pack(Change(torch.tensor([600]), torch.tensor([1.0]))), torch.float32)
+    >>> row = torch.zeros(700)
+    >>> unpack(pack(Change(torch.tensor([600]), torch.tensor([1.0])), row), torch.float32)
     Change(positions=tensor([600]), values=tensor([1.]))
     """
     count = int(packed[:_HEADER].clone().view(torch.int64))
+    if count == _ALL:
+        values = packed[_HEADER:].clone().view(dtype)
+        return Change(torch.arange(len(values), device=packed.device), values)
     codes = packed[_HEADER : _HEADER + count].to(torch.int64)
     has_element = codes != _SKIP
     ends = (codes + has_element).cumsum(0)  # elements up to each code, its own one among them

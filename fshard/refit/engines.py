@@ -122,6 +122,7 @@ class ArrayEngine:
             raise RefitError("Refit: the layouts of the target must be on one mesh; got several.")
         self.mesh = meshes.pop()
         self._arrays: dict[str, Sharded] = {}
+        self._versions: list[list[int]] = []
 
     def incoming(self, meeting: Mesh | None) -> dict[str, Incoming]:
         """Return how each array arrives, by name."""
@@ -163,6 +164,10 @@ class ArrayEngine:
     def validate(self) -> None:
         """Do nothing: the arrays of a version are new ones."""
 
+    def is_written(self) -> bool:
+        """Return True if the engine has written to its arrays, so that no change is of them."""
+        return self._versions != [_writes_of(x) for x in self._arrays.values()]
+
     def take(self, shards: Mapping[int, Sequence[Tensor]]) -> PyTree:
         """Make a version the current one; return its tree."""
         numbers = numbers_held(self.mesh)
@@ -176,7 +181,13 @@ class ArrayEngine:
                 local = (torch.empty(shape, dtype=self.dtype_of(name), device="meta"),)
             arrays[name] = Sharded(x.shape, layout, local)
         self._arrays = arrays
+        self._versions = [_writes_of(x) for x in arrays.values()]
         return self._source.unflatten([arrays[name] for name in self._source.first_names.values()])
+
+
+def _writes_of(x: Sharded) -> list[int]:
+    """Return how often each shard was written in place; torch counts no writes in inference mode."""
+    return [0 if shard.is_inference() else shard._version for shard in x.shards]
 
 
 def _layouts_of(source: SourceTree, layouts: PyTree) -> dict[str, Layout]:
@@ -293,6 +304,10 @@ class TensorEngine:
             copy_into(self._needs, by_name, self._tensors())
             if self._keeps:
                 self._received = [*received]
+
+    def is_written(self) -> bool:
+        """Return False: what has arrived is not the engine's memory."""
+        return False
 
     def validate(self) -> None:
         """Raise if a version cannot be written: before it is decided that all take it."""

@@ -184,8 +184,8 @@ class Refit:
 
         Args:
             version: its number, higher than that of the last one.
-            source: a tree of arrays like those of `Refit`; by default those, until others are
-                sent.
+            source: a tree of arrays like those of `Refit`. The first version is of those by
+                default.
 
         Processes begin once all have come, so an argument that one of them refuses is an error on
         all at once. After an error the links of all that have not ended are as before, on one
@@ -195,6 +195,7 @@ class Refit:
         if self._meeting is None:
             self._validate(version, source)
             self.version = version
+            self._default = None
             return self._engine.take({})
 
         attempt = self._attempts.next()
@@ -224,6 +225,7 @@ class Refit:
 
         result = self._engine.take(new_shards)
         self.version = version
+        self._default = None  # they are no later version, and need not stay in memory
         if self._delta:
             self._keep_sent(old_shards)
             self._base = version
@@ -240,13 +242,12 @@ class Refit:
             )
         if source is not None:
             tree = SourceTree.of(_CALLER, source)
-            self._default = None  # so that the first version does not stay in memory
         elif self._default is not None:
             tree = self._default
         else:
             raise RefitError(
-                f"{_CALLER}: source must be given; got None, after another was. Refit keeps no "
-                "arrays alive."
+                f"{_CALLER}: source must be given; got None, and the arrays that Refit was made "
+                f"with are an earlier version. Write send({version}, params)."
             )
         self._validate_names(tree)
         for name, x in tree.arrays.items():
@@ -327,15 +328,23 @@ class Refit:
 
     def _have_one_base(self, version: int, meeting: Mesh) -> bool:
         """Return True if all devices have the same base; raise unless they send one version."""
-        base = -1 if self._base is None else self._base
+        base = -1 if self._base is None or self._engine.is_written() else self._base
+        row = [version, base, int(self._delta)]
         device = compute_device(meeting)
         with uncounted():
-            rows = all_gather(torch.tensor([version, base], device=device), AXIS).view(-1, 2)
-        versions, bases = rows.T.tolist()
+            rows = all_gather(torch.tensor(row, device=device), AXIS).view(-1, len(row))
+        versions, bases, deltas = rows.T.tolist()
         if {*versions} != {version}:
             pairs = zip(meeting.devices, versions, strict=True)
             shown = ", ".join([f"{sent} on device {number}" for number, sent in pairs])
             raise RefitError(f"{_CALLER}: version must be one number on all devices; got {shown}.")
+        if len({*deltas}) > 1:
+            with_delta = meeting.devices[deltas.index(1)]
+            without = meeting.devices[deltas.index(0)]
+            raise RefitError(
+                "Refit: delta must be the same on all devices; got True on device "
+                f"{with_delta}, False on device {without}."
+            )
         return base >= 0 and {*bases} == {base}
 
     def _wrong(
@@ -455,7 +464,8 @@ def _run_delta(
         for receiver in np.flatnonzero(counts[index]).tolist():
             begin = ends[receiver] - counts[index, receiver]
             positions = is_changed[begin : ends[receiver]].nonzero()[:, 0]
-            parcel = pack(Change(positions, row[begin : ends[receiver]][positions]))
+            segment = row[begin : ends[receiver]]
+            parcel = pack(Change(positions, segment[positions]), segment)
             sizes[receiver] = len(parcel)
             total[receiver] += len(parcel)
             parcels.append(parcel)

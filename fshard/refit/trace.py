@@ -96,6 +96,10 @@ def trace(
     except Exception as error:
         if recorder.error is not None and error is not recorder.error:
             raise recorder.error from error
+        if isinstance(error, TypeError) and "dict-like" in str(error):
+            error.add_note(
+                "Weights are an iterable of pairs: model.load_state_dict(dict(weights))."
+            )
         raise
     finally:
         restore()

@@ -105,6 +105,40 @@ def test_refit_of_a_small_change_sends_a_twentieth():
     assert sum(comm.links.values()) <= 0.05 * refit.plan.bytes
 
 
+@pytest.mark.parametrize("check", [False, True])
+def test_refit_of_a_change_after_a_write_of_the_engine_is_full_and_right(check):
+    trainer = fs.make_mesh({"x": 4})
+    engine = fs.make_mesh({"z": 2}, devices=(4, 5))
+    full = torch.randn(8, 6)
+
+    def arrays(x):
+        return {"w": fs.device_put(x, fs.Layout(trainer, P.flat("x", shape=(8, 6))))}
+
+    refit = fs.refit.Refit(arrays(full), fs.Layout(engine, P("z")), delta=True, check=check)
+    weights = refit.send(1, arrays(full))
+    with torch.no_grad():
+        weights["w"].mul_(2)
+    full[0] += 1
+    assert torch.equal(fs.unshard(refit.send(2, arrays(full))["w"]), full)
+
+
+def test_refit_of_a_change_of_everything_sends_no_more_than_all():
+    trainer = fs.make_mesh({"x": 4})
+    engine = fs.make_mesh({"z": 2}, devices=(4, 5))
+    full = torch.randn(64, 64)
+
+    def arrays(x):
+        return {"w": fs.device_put(x, fs.Layout(trainer, P("x")))}
+
+    refit = fs.refit.Refit(arrays(full), fs.Layout(engine, P("z")), delta=True)
+    refit.send(1, arrays(full))
+    with fs.ledger() as comm:
+        weights = refit.send(2, arrays(full + 1))
+    assert torch.equal(fs.unshard(weights["w"]), full + 1)
+    headers = 8 * len(refit.plan.links)
+    assert sum(comm.links.values()) == refit.plan.bytes + headers
+
+
 def test_refit_of_tied_arrays_sends_them_once_and_keeps_them_tied():
     trainer = fs.make_mesh({"x": 2})
     engine = fs.make_mesh({"z": 2}, devices=(2, 3))
@@ -198,11 +232,11 @@ def test_failed_delta_is_followed_by_a_full_version():
     engine = fs.make_mesh({"z": 2}, devices=(2, 3))
     params = {"w": fs.device_put(torch.arange(8.0), fs.Layout(trainer, P("x")))}
     refit = fs.refit.Refit(params, fs.Layout(engine, P("z")), delta=True)
-    weights = refit.send(1)
-    weights["w"].shards[1][2] = 7.5  # the engine's user writes into what a change is of
+    weights = refit.send(1, params)
+    weights["w"].shards[1].data[2] = 7.5  # a write that torch does not count
     with pytest.raises(RefitError, match="w arrived with other values on device 3"):
-        refit.send(2)
-    assert torch.equal(fs.unshard(refit.send(3)["w"]), torch.arange(8.0))
+        refit.send(2, params)
+    assert torch.equal(fs.unshard(refit.send(3, params)["w"]), torch.arange(8.0))
 
 
 # -- traces --------------------------------------------------------------------------------------------------
@@ -295,6 +329,14 @@ def test_send_of_a_version_that_is_no_later_raises(version):
     refit.send(1)
     with pytest.raises(RefitError, match="version must be an integer above"):
         refit.send(version)
+
+
+def test_second_version_without_arrays_raises():
+    params, refit = _refit()
+    refit.send(1)
+    with pytest.raises(RefitError, match=r"source must be given.*send\(2, params\)"):
+        refit.send(2)
+    assert refit.send(2, params) is not None
 
 
 def test_refit_of_sums_names_the_leaf():
