@@ -25,6 +25,7 @@ from torch import Tensor
 from fshard.checkpoint.copying import Span, full_span
 from fshard.checkpoint.division import span_of
 from fshard.checkpoint.foreign.formats import open_source
+from fshard.checkpoint.index import INDEX
 from fshard.checkpoint.names import (
     NamedLeaf,
     SummandArray,
@@ -44,9 +45,10 @@ from fshard.checkpoint.names import (
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.snapshot import as_device_of
 from fshard.checkpoint.source import Source, StoredArray, Target
-from fshard.errors import CheckpointError
+from fshard.errors import CheckpointError, MismatchError
 from fshard.mesh.layout import Mesh, P, PyTree, dtype_name
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.spmd.global_inputs import compare_inputs
 from fshard.mesh.spmd.run import local_devices
 from fshard.optim.torch_optim.instance_state import InstanceState
 from fshard.transforms.module.lazy import reserved
@@ -111,7 +113,30 @@ def restore(
     has_numbers = devices is not None and devices.is_member and devices.numbers is not None
     with as_device_of(devices if has_numbers else None):
         source = RenamedSource(open_source(Path(path), trust=trust), only, rename)
+        if devices is not None and has_numbers:
+            _compare_folders(Path(path), devices)
         return _restore_here(source, f"restore {path}", target, mesh, strict=strict, cast=cast)
+
+
+def _compare_folders(path: Path, mesh: Mesh) -> None:
+    """Raise on all processes of a mesh of some devices unless they read one checkpoint.
+
+    Those that have saved it wait for each other, and others do not wait for them. So a process that
+    is in both meshes may read the new checkpoint of a folder, and another one the last.
+    """
+    index = path / INDEX
+    content = path.name.encode()
+    if index.is_file():
+        content += index.read_bytes()
+    values = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    try:
+        compare_inputs("restore", mesh, {"the checkpoint": (values,)})
+    except MismatchError as error:
+        raise CheckpointError(
+            f"restore: {path} was written meanwhile, and the processes of {mesh} have read "
+            "different checkpoints. Wait for the processes that save, before it: "
+            "fs.broadcast_to(None, source=their_mesh)."
+        ) from error
 
 
 def _restore_here(

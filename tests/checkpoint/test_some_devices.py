@@ -187,3 +187,32 @@ def test_save_from_outside_of_numbered_devices_restores(tmp_path):
     target = {**tree_on(wider, zeros=True), "random": fs.RandomState()}
     restored = fs.restore(tmp_path, target)
     assert torch.equal(fs.unshard(restored["x"]), X)
+
+
+def restored_while_another_mesh_saves(folder):
+    """Save on processes 3 and 1, and restore without waiting on 0 and 3: 3 has the new version, 0 the last."""
+    writers = fs.make_mesh({"data": 2}, devices=WRITERS)
+    readers = fs.make_mesh({"data": 2}, devices=READERS)
+    checkpoints = fs.Checkpoints(folder)
+    checkpoints.save(1, tree_on(writers))
+    fs.broadcast_to(None, source=writers)
+    target = tree_on(readers, zeros=True)
+    if number_of_caller() in WRITERS:
+        dist.distributed_c10d._get_default_store().wait([f"{folder}/read"], timedelta(seconds=30))
+        checkpoints.save(2, tree_on(writers))
+    try:
+        if number_of_caller() == 0:
+            assert checkpoints.latest == 1
+            dist.distributed_c10d._get_default_store().set(f"{folder}/read", "yes")
+        checkpoints.restore(target, step=1 if number_of_caller() == 0 else None)
+    except fs.errors.CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_restore_of_two_versions_on_one_mesh_raises_on_all(pool, tmp_path):
+    texts = pool.run(restored_while_another_mesh_saves, tmp_path / "folder")
+    for number in READERS:
+        assert "have read different checkpoints" in texts[number]
+        assert "fs.broadcast_to(None, source=" in texts[number]
+    assert [texts[number] for number in (1, 2)] == ["", ""]
