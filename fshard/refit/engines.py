@@ -186,8 +186,12 @@ class ArrayEngine:
 
 
 def _writes_of(x: Sharded) -> list[int]:
-    """Return how often each shard was written in place; torch counts no writes in inference mode."""
-    return [0 if shard.is_inference() else shard._version for shard in x.shards]
+    """Return how often each shard was written in place."""
+    writes: list[int] = []
+    for shard in x.shards:
+        # torch counts no writes in inference mode: `check` finds them.
+        writes.append(0 if shard.is_inference() else shard._version)
+    return writes
 
 
 def _layouts_of(source: SourceTree, layouts: PyTree) -> dict[str, Layout]:

@@ -77,7 +77,9 @@ def test_arrays_in_shard_map_know_their_device():
 
 # Dims that the devices do not divide, and dims in zigzag order.
 
-RANDOM = {name for name in CASES if "dropout" in name}  # a loss draws by a key of its own
+DRAWS = ("dropout", "multinomial")
+RANDOM = {name for name in CASES if name.startswith(DRAWS) or "dropout" in name}
+"""Cases that draw: a loss draws by a key of its own."""
 
 
 def weighed(y):

@@ -103,7 +103,7 @@ def test_opaque_input_that_would_be_split_raises(kind):
         return (batch["x"] * params["w"]).mean() * batch["bags"].lengths.sum()
 
     message = (
-        r'\["bags"\]: a Bags is not sharded.*or P\(\) for it'
+        r"batch: bags: a Bags is not sharded.*or P\(\) for it"
         if kind is Bags
         else "must have the same samples"
     )

@@ -88,7 +88,7 @@ ERRORS = {  # the call, the error, and what it says: the offenders, what they mu
     "stage": (
         lambda: partitioned(stage=2).init(sharded({"blocks.**": "host", "**": "device"}, P())),
         OptimizerError,
-        r"stage must be 3 .*; got 2, and \[\"blocks\"\]\[0\] in host memory, .*\[1\] in host memory. .* or write stage=3",
+        r"stage must be 3 .*; got 2, and blocks\[0\] in host memory, .*\[1\] in host memory. .* or write stage=3",
     ),
     "donation": (lambda: step_of(), ValueError, "donate must be True .*; got donate=False .*train_step.*donate=True"),
     "exact steps": (

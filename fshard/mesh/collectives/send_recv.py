@@ -79,8 +79,8 @@ def dispatch(
 
 def _next_number(group: Group, sender: int, receiver: int, site: Site, *, is_send: bool) -> int:
     """Count one more message of a route at one of its ends; return its number."""
-    route = group.number_of(sender), group.number_of(receiver), is_send
-    return group.world.current().message_counts[route].add(site)
+    ends = group.number_of(sender), group.number_of(receiver)
+    return group.world.current().message_counts[group.members, *ends, is_send].add(site)
 
 
 class _Message(LinearMap):

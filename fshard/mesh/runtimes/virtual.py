@@ -598,7 +598,7 @@ def _count_of_peer(group: Group, peer: int, end: Literal["sent", "received"]) ->
     local = group.number
     remote = group.number_of(peer)
     route = (remote, local) if end == "sent" else (local, remote)
-    return group.world.message_counts[*route, end == "sent"]
+    return group.world.message_counts[group.members, *route, end == "sent"]
 
 
 def _signature(xs: tuple[Tensor, ...]) -> Signature:

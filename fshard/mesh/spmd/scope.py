@@ -377,8 +377,11 @@ class MessageCount:
         return self._sites[index] if -len(self._sites) <= index < 0 else None
 
 
-MessageCounts = defaultdict[tuple[int, int, bool], MessageCount]
-"""By sender, receiver, and whether the messages are counted where they are sent."""
+MessageCounts = defaultdict[tuple[tuple[int, ...], int, int, bool], MessageCount]
+"""By group, sender, receiver, and whether the messages are counted where they are sent.
+
+By group, since messages that never arrive end the calls of their group, and of no other.
+"""
 
 
 class World(Protocol):

@@ -1065,7 +1065,7 @@ MISUSE = {
     ),
     "plain tensors": (
         one_plain_tree,
-        r"train_step on .*: 1.b is Tensor; 1.w is Tensor. Put .* that mesh: fs.shard_stages",
+        r"train_step on .*: \[1\].b is Tensor; \[1\].w is Tensor. Put .* that mesh: fs.shard_stages",
     ),
     "no batch": (without_a_batch, r"a step takes \(params, state, batch\), 2 are given"),
     "an axis of stages": (
@@ -1074,7 +1074,7 @@ MISUSE = {
     ),
     "layouts of gradients": (
         gradients_on_other_devices,
-        r"gradients= gives that of 0.b the layout P\(\), not on the devices of the parameter",
+        r"gradients= gives that of \[0\].b the layout P\(\), not on the devices of the parameter",
     ),
     "buffers": (
         with_buffers,
