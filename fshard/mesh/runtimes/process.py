@@ -268,6 +268,9 @@ class ProcessWorld:
         sources, the first message to arrive is the first in it.
         """
         call = CallInfo(None, (like,), group, call_site(), "values")
+        # Its sender counts it among the messages of this route, so that both ends agree later.
+        ends = group.number_of(source), group.number
+        self.message_counts[group.members, *ends, False].add(call.site)
         transport, index = self._transport_of_message(group, source, like.device)
         make = partial(torch.empty, like.numel(), dtype=like.dtype, device=like.device)
         work = transport.start(transport.receive(make, index, call), call)

@@ -1,6 +1,7 @@
 """Cotangents of messages reach their messages, or raise; the oracle is the serial program in plain torch."""
 
 import re
+from queue import SimpleQueue
 from random import Random
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard.errors import DeadlockError, LostProcessError, MismatchError
-from fshard.mesh.runtimes.process import leave
+from fshard.mesh.runtimes.process import ProcessWorld, leave
+from fshard.mesh.spmd.scope import require
 from tests.helpers.processes import HAS_RULES, run_processes
 
 pytestmark = pytest.mark.filterwarnings(
@@ -394,3 +396,32 @@ def test_cotangents_of_cotangents_keep_apart():
     gradient, tangents = fs.run(main, mesh=fs.make_mesh({"d": 2}))
     torch.testing.assert_close(gradient, torch.full((2,), 6.0))
     torch.testing.assert_close(tangents, torch.stack([X * n for n in (1, 2, 3)]))
+
+
+# -- messages that a thread listens for ------------------------------------------------------------
+
+
+def differentiate_after_listening():
+    """Listen for a first message, as a parameter server does; differentiate a second one."""
+    mesh = fs.make_mesh({"d": 2})
+
+    def main():
+        x = torch.ones(2, requires_grad=True)
+        if fs.axis_index("d") == 1:
+            fs.send(torch.ones(2), "d", to=0)
+            fs.send(x, "d", to=0).backward()
+            return x.grad.tolist()
+
+        arrived = SimpleQueue()
+        group = require("a test").group(("d",), "a test")
+        ProcessWorld.of(mesh).listen(torch.ones(2), group, 1, arrived)
+        arrived.get(timeout=20)
+        y = fs.recv(x, "d", source=1)
+        (3 * y).sum().backward()
+        return None
+
+    return fs.run(main, mesh=mesh)[0]
+
+
+def test_message_that_a_thread_listened_for_counts_at_both_ends(two):
+    assert two.run(differentiate_after_listening) == [None, [3.0, 3.0]]
