@@ -116,8 +116,8 @@ def keep_on_a_processor(worker: int) -> None:
 
 
 LINKS = {"rules": {}} if HAS_RULES else {"direct": {}, "gloo": {"FSHARD_DIRECT": "0"}}
-"""How the processes of one machine are linked: as they are by default, and as the processes of
-several are.
+"""The links of the processes of one machine: those by default, and those of processes on several
+machines.
 """
 
 

@@ -233,3 +233,13 @@ def test_plan_of_a_mixture_has_each_missing_element(load, capsys):
     between = load("between")
     between.plan(between.Console(), layers=1)
     assert "planned in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_cold", [False, True])
+def test_decode_steps_have_the_tokens_of_plain_torch(load, is_cold):
+    """The benchmark itself compares them."""
+    decode = load("decode")
+    size = decode.Size(hidden=96, heads=4, layers=1, words=32, batch=2, cache=4)
+    ways = decode.ratios(size, 1, is_cold=is_cold)
+    assert ways.keys() == {"plain", "arrays", "shard_map"}
+    assert ways["plain"][1] == 1

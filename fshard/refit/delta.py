@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _SKIP = 255
-"""The code of so many elements that have not changed, with none behind them that has."""
+"""The code of 255 elements that have not changed, with none behind them that has."""
 _HEADER = 8
 """Bytes of the number of codes, in front of them."""
 _ALL = -1

@@ -30,10 +30,7 @@ from fshard.mesh.reshard.crossing import MeshSide, RegionSide
 from fshard.mesh.reshard.regions import Numbers
 from fshard.mesh.spmd.run import is_outside, local_devices, run_on_devices
 from fshard.refit.landing import Needs, copy_into, needs_of
-from fshard.refit.traced import Target, Trace, named_tensors
-
-_SHOWN = 8
-"""Errors have the names of so many leaves at most."""
+from fshard.refit.traced import Target, Trace, listed, named_tensors
 
 
 class SourceTree(NamedTuple):
@@ -97,7 +94,7 @@ class SourceTree(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """How one array arrives at an engine.
+    """The arrival of one array at an engine.
 
     Args:
         side: what each device of the engine needs of it.
@@ -204,7 +201,7 @@ def _layouts_of(source: SourceTree, layouts: PyTree) -> dict[str, Layout]:
     extra = sorted(by_name.keys() - source.first_names.keys())
     for names, text in ((missing, "has no layout for"), (extra, "has what the source has not:")):
         if names:
-            raise RefitError(f"Refit: the target {text} {_shown(names)}. Name the same leaves.")
+            raise RefitError(f"Refit: the target {text} {listed(names)}. Name the same leaves.")
     for name, layout in by_name.items():
         if not isinstance(layout, Layout):
             raise RefitError(
@@ -267,7 +264,7 @@ class TensorEngine:
         unknown = [name for name in needed if name not in self._source.arrays]
         if unknown:
             raise RefitError(
-                f"Refit: the engine needs {_shown(unknown)}, which the source has not. Trace the "
+                f"Refit: the engine needs {listed(unknown)}, which the source has not. Trace the "
                 "loader with the names of the source."
             )
         result: dict[str, Incoming] = {}
@@ -354,11 +351,3 @@ def _gathered(meeting: Mesh, value: object) -> list[Any]:
     with torch.no_grad(), uncounted():
         run_on_devices(meeting, on_device)
     return results[0]
-
-
-def _shown(names: Any) -> str:
-    names = [*names]
-    text = ", ".join(names[:_SHOWN])
-    if len(names) > _SHOWN:
-        text += f" and {len(names) - _SHOWN} more"
-    return text

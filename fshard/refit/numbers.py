@@ -221,7 +221,7 @@ class Shadow:
 
     @property
     def is_written(self) -> bool:
-        """Whether the numbers may be others than those from `first` on."""
+        """True if the numbers may be others than those from `first` on."""
         return self.dense is not None or self.encoded is not None
 
     @property

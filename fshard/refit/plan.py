@@ -19,13 +19,11 @@ class RefitPlan(Tabular):
     Args:
         leaves: the number of arrays; tied ones count once.
         links: bytes by sender and receiver, as numbers of devices.
-        fallbacks: names of arrays that are gathered; there are none.
         unused: names of arrays that the engine needs nothing of.
     """
 
     leaves: int
     links: Mapping[tuple[int, int], int]
-    fallbacks: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
 
     @property
@@ -42,7 +40,6 @@ class RefitPlan(Tabular):
             table.add_row(str(sender), str(receiver), f"{size:,}")
         table.add_section()
         table.add_row("all", "", f"{self.bytes:,}")
-        table.add_row("fallbacks", "", ", ".join(self.fallbacks) or "none")
         if self.unused:
             table.add_row("unused", "", ", ".join(self.unused))
         table.columns[2].justify = "right"

@@ -301,7 +301,7 @@ class Refit:
             old: Shards = old_shards.get(number, nothing)
             new: Shards = new_shards.get(number, nothing)
             group = require(_CALLER).group((AXIS,), _CALLER)
-            # Processes see in the store that one has failed, and keep their links: see `links`.
+            # Processes see the record that one has made which failed, and keep their links: see `links`.
             is_process = meeting.runtime == "process"
             with nullcontext() if is_process else parting(group):
                 has_base = self._have_one_base(version, meeting)
@@ -328,7 +328,9 @@ class Refit:
 
     def _have_one_base(self, version: int, meeting: Mesh) -> bool:
         """Return True if all devices have the same base; raise unless they send one version."""
-        base = -1 if self._base is None or self._engine.is_written() else self._base
+        base = -1
+        if self._base is not None and not self._engine.is_written():
+            base = self._base
         row = [version, base, int(self._delta)]
         device = compute_device(meeting)
         with uncounted():
@@ -369,14 +371,15 @@ class Refit:
             arrived += pair.portions
         for value, portion in zip(expected.tolist(), arrived, strict=True):
             actual = self._digest(portion, new, rounds.dtype)
-            if int(actual) != value:
-                regions, boxes = portion.elements
-                first = regions[0][:, 0].tolist()
-                size = sum([box.size for box in boxes])
-                problems.append(
-                    f"{names[portion.leaf]} arrived with other values on device "
-                    f"{rounds.devices[index]}, in the {size} elements from {first} on"
-                )
+            if int(actual) == value:
+                continue
+            regions, boxes = portion.elements
+            first = regions[0][:, 0].tolist()
+            size = sum([box.size for box in boxes])
+            problems.append(
+                f"{names[portion.leaf]} arrived with other values on device "
+                f"{rounds.devices[index]}, in the {size} elements from {first} on"
+            )
         return problems
 
     def _digest(self, portion: Portion, shards: Shards, dtype: torch.dtype) -> Tensor:
@@ -395,9 +398,10 @@ class Refit:
             dtypes.update(dict.fromkeys(rounds.leaves, rounds.dtype))
         for number, shards in shards_by_number.items():
             if number not in self._sent:
-                self._sent[number] = [
-                    torch.empty_like(x, dtype=dtypes[leaf]) for leaf, x in enumerate(shards)
-                ]
+                copies: list[Tensor] = []
+                for leaf, x in enumerate(shards):
+                    copies.append(torch.empty_like(x, dtype=dtypes[leaf]))
+                self._sent[number] = copies
             for copy, x in zip(self._sent[number], shards, strict=True):
                 copy.copy_(x)
 

@@ -19,7 +19,7 @@ Target = nn.Module | Mapping[str, Tensor]
 _UNKNOWN = -3
 """The number of an element of a source that another trace does not have."""
 _SHOWN = 8
-"""Errors have the names of so many leaves at most."""
+"""The most leaves that an error names."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,10 @@ def named_tensors(target: Target) -> Iterator[tuple[str, Tensor]]:
         yield from target.items()
 
 
-def listed(errors: Sequence[str]) -> str:
-    """Join errors, of which the first few suffice."""
-    text = "; ".join(errors[:_SHOWN])
-    more = len(errors) - _SHOWN
+def listed(texts: Sequence[str]) -> str:
+    """Join names or errors, of which the first few suffice."""
+    text = "; ".join(texts[:_SHOWN])
+    more = len(texts) - _SHOWN
     return f"{text}; and {more} more" if more > 0 else text
 
 

@@ -505,7 +505,7 @@ def interrupt(_):
 def test_save_in_a_handler_during_a_commit_raises_at_once(
     is_caught, tmp_path, during_commit, handler
 ):
-    """What it interrupts goes on if the handler catches the error; else that raises it too, and has
+    """The interrupted save goes on if the handler catches the error; else that raises it too, and has
     no lock.
     """
     texts = list[str]()

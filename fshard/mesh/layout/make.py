@@ -54,11 +54,16 @@ def make_mesh(
     scope = here()
     if runtime is None:
         runtime = _default_runtime(scope)
-    numbers = None if devices is None else _as_numbers(devices)
-    count = _count_devices(runtime, scope) if numbers is None else len(numbers)
+    if devices is None:
+        numbers = None
+        count = _count_devices(runtime, scope)
+    else:
+        numbers = _as_numbers(devices)
+        count = len(numbers)
     pairs = _fill_size(_axes_with_sizes(axes, names), count)
-    device_name = device.type if isinstance(device, torch.device) else device
-    mesh = Mesh(pairs, runtime, _choose_device_type(runtime, device_name), None, numbers)
+    if isinstance(device, torch.device):
+        device = device.type
+    mesh = Mesh(pairs, runtime, _choose_device_type(runtime, device), None, numbers)
 
     if timeout is not None and runtime != "process":
         raise MeshError(
@@ -66,7 +71,8 @@ def make_mesh(
         )
     if numbers is not None:
         return _mesh_of_some(mesh, scope, timeout)
-    if scope is not None and runtime == scope.mesh.runtime and mesh.size != scope.mesh.root_size:
+    is_in_run = scope is not None and runtime == scope.mesh.runtime
+    if scope is not None and is_in_run and mesh.size != scope.mesh.root_size:
         raise MeshError(
             f"{mesh} has {mesh.size} devices, but this code runs on one of "
             f"{scope.mesh.root_size}, of {scope.mesh}. For some of them, name their numbers: "
@@ -79,10 +85,11 @@ def make_mesh(
 
 def _as_numbers(devices: Any) -> tuple[int, ...]:
     """Return numbers of devices as a tuple."""
-    is_iterable = isinstance(devices, Iterable) and not isinstance(devices, str)
-    numbers = [_as_size(number) for number in cast("Any", devices)] if is_iterable else []
-    are_integers = [isinstance(number, int) for number in numbers]
-    if numbers and all(are_integers):
+    numbers: list[Any] = []
+    if isinstance(devices, Iterable) and not isinstance(devices, str):
+        numbers = [_as_size(number) for number in cast("Any", devices)]
+    are_integers = all(isinstance(number, int) for number in numbers)
+    if numbers and are_integers:
         return tuple(numbers)
     raise MeshError(
         "make_mesh: devices must be the numbers of processes or virtual devices, such as "
@@ -115,7 +122,8 @@ def _mesh_of_some(mesh: Mesh, scope: Scope | None, timeout: float | None) -> Mes
         )
     is_of_all = mesh.devices == tuple(known)
     if is_of_all and mesh.runtime == "process":
-        mesh = replace(mesh, numbers=None)  # as `make_mesh` without devices
+        # One value for one mesh: arrays of the two would else be on different meshes.
+        mesh = replace(mesh, numbers=None)
         process.device_mesh(mesh)
         return mesh
     if caller in mesh.devices:
@@ -139,13 +147,14 @@ def _join_processes(mesh: Mesh, timeout: float | None) -> None:
     process.join(mesh.device_type, timeout)
     world = dist.get_world_size()  # it is known only now
     if mesh.size != world:
-        some = f", or name some of them: devices=range({mesh.size})" if mesh.size < world else ""
-        sizes = " x ".join([str(size) for _, size in mesh.axes])
-        product = f"{sizes} = " if len(mesh.axes) > 1 else ""
-        raise MeshError(
-            f"{mesh} has {product}{mesh.size} devices, but there are {world} processes. Start it "
-            f"with torchrun --nproc-per-node {mesh.size}, or change a size{some}."
-        )
+        count = str(mesh.size)
+        if len(mesh.axes) > 1:
+            sizes = " x ".join([str(size) for _, size in mesh.axes])
+            count = f"{sizes} = {mesh.size}"
+        fixes = f"Start it with torchrun --nproc-per-node {mesh.size}, or change a size"
+        if mesh.size < world:
+            fixes += f", or name some of them: devices=range({mesh.size})"
+        raise MeshError(f"{mesh} has {count} devices, but there are {world} processes. {fixes}.")
     process.device_mesh(mesh)
 
 

@@ -162,14 +162,17 @@ class Mesh(CachedHash):
             coordinates = self.coordinates(device)
             offsets = [coordinates[axis] * stride for axis, stride in self.strides.items()]
             numbers.append(self.devices[sum(offsets)])
-        is_counted = numbers == [*range(self.size)]
-        return replace(self, parent=None, numbers=None if is_counted else tuple(numbers))
+        if numbers == [*range(self.size)]:
+            return replace(self, parent=None, numbers=None)  # as a mesh of all that many devices
+        return replace(self, parent=None, numbers=tuple(numbers))
 
     @property
     def grid(self) -> str:
         """Axes and devices in words, which are equal inside and outside of the mesh."""
-        numbers = "" if self.numbers is None else f" on {shortened(self.numbers)}"
-        return _grid(self.axes) + numbers
+        axes = _grid(self.axes)
+        if self.numbers is None:
+            return axes
+        return f"{axes} on {shortened(self.numbers)}"
 
     def has_devices_of(self, other: Mesh) -> bool:
         """Return True if two meshes, or those they were sliced from, number the same devices."""

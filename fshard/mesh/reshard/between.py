@@ -252,9 +252,13 @@ def meeting_of(before: Mesh, after: Mesh) -> Mesh | None:
     devices = tuple(sorted({*before.devices, *after.devices}))
     for mesh in (before, after):
         if mesh.runtime != "abstract":
-            axes = ((AXIS, len(devices)),)
-            return Mesh(axes, mesh.runtime, mesh.device_type, None, devices)
+            return mesh_of_numbers(devices, mesh)
     return None
+
+
+def mesh_of_numbers(numbers: tuple[int, ...], like: Mesh) -> Mesh:
+    """Return a mesh of one axis, of devices in the world of another mesh."""
+    return Mesh(((AXIS, len(numbers)),), like.runtime, like.device_type, None, numbers)
 
 
 def numbers_held(mesh: Mesh) -> list[int]:

@@ -35,6 +35,7 @@ from fshard.mesh.layout import (
 from fshard.mesh.layout.counting import LedgerRow
 from fshard.mesh.layout.kinds import compute_device
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.between import AXIS, mesh_of_numbers
 from fshard.mesh.runtimes import process
 from fshard.mesh.runtimes.virtual import VirtualWorld
 from fshard.mesh.spmd.run import is_outside, run_on_devices
@@ -43,8 +44,6 @@ from fshard.source import Site, call_site
 from fshard.uncompiled import uncompiled
 
 _CALLER = "fs.broadcast_to"
-_AXIS = "device"
-"""The axis of the mesh of all processes that take part."""
 _AT_ONCE = 16 << 20
 """Bytes of tensors that are sent together: a transport has a copy of them. A larger one is sent alone."""
 
@@ -102,7 +101,7 @@ def _meeting(source: Mesh, mesh: Mesh | None) -> Mesh | None:
         if not source.is_member and not mesh.is_member:
             return None
         numbers = tuple(sorted({*source.devices, *mesh.devices}))
-    return Mesh(((_AXIS, len(numbers)),), world.runtime, world.device_type, None, numbers)
+    return mesh_of_numbers(numbers, world)
 
 
 def _world_around(source: Mesh) -> Mesh | None:
@@ -163,7 +162,7 @@ class _Broadcast:
 
     def run(self, tree: PyTree) -> PyTree:
         """Return the sender's tree, with the caller's arrays."""
-        group = require(_CALLER).group((_AXIS,), _CALLER)
+        group = require(_CALLER).group((AXIS,), _CALLER)
         with parting(group):
             header, tensors = b"", []
             if group.index == self.sender:

@@ -119,7 +119,7 @@ class RegionSide:
 
     def regions(self, shape: tuple[int, ...]) -> Numbers:
         """Return what each device needs; shorter lists end with empty boxes.  (n, k, d, 2)"""
-        most = max([1, *map(len, self.boxes)])
+        most = max([1, *map(len, self.boxes)])  # `intersect` needs one box, if an empty one
         regions = np.zeros((len(self.devices), most, len(shape), 2), np.int64)
         for device, boxes in enumerate(self.boxes):
             regions[device, : len(boxes)] = boxes
@@ -129,17 +129,23 @@ class RegionSide:
         self, shape: tuple[int, ...], device: int, boxes: Sequence[Numbers]
     ) -> list[Box]:
         """Convert boxes of global indices, each in one of the device's, to boxes in its shard."""
-        regions = self.boxes[device]
-        lengths = regions[..., 1] - regions[..., 0]
-        ends = lengths.prod(1).cumsum()
+        starts = self.boxes[device][..., 0]
+        stops = self.boxes[device][..., 1]
+        lengths = stops - starts
+        sizes = lengths.prod(1)
+        begins = sizes.cumsum() - sizes  # of each box in the shard
+
         result: list[Box] = []
         for box in boxes:
-            is_around = (regions[..., 0] <= box[:, 0]) & (box[:, 1] <= regions[..., 1])
-            index = int(is_around.all(1).argmax())
+            start = box[:, 0]
+            stop = box[:, 1]
+            # What is sent is cut at the boxes of the receiver, so one of them is around it.
+            is_around = (starts <= start).all(1) & (stop <= stops).all(1)
+            index = int(is_around.argmax())
             steps = strides(lengths[index].tolist())
-            offset = int((box[:, 0] - regions[index, :, 0]) @ steps)
-            begin = int(ends[index] - lengths[index].prod())
-            result.append(Box(begin + offset, tuple((box[:, 1] - box[:, 0]).tolist()), steps))
+            offset = (start - starts[index]) @ steps
+            box_lengths = tuple((stop - start).tolist())
+            result.append(Box(int(begins[index] + offset), box_lengths, steps))
         return result
 
 
@@ -253,8 +259,9 @@ class Crossing(CachedHash):
         receivers_of: dict[tuple[int, ...], list[int]] = {}
         for receiver in receivers.tolist():
             machine = self.machines[receiver]
-            near = tuple([index for index in holders if self.machines[index] == machine])
-            receivers_of.setdefault(near or tuple(holders), []).append(receiver)
+            near = [index for index in holders if self.machines[index] == machine]
+            servers = tuple(near or holders)  # of other machines, if there is none on this one
+            receivers_of.setdefault(servers, []).append(receiver)
         return [*receivers_of.items()]
 
     @cached_property

@@ -47,7 +47,7 @@ from fshard.mesh.runtimes.process_group import GroupTransport
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.transport import Transport, Works
 from fshard.mesh.runtimes.watch import Watch, open_store, watching
-from fshard.mesh.shared_memory.meet import all_gather, machine_id, meet
+from fshard.mesh.shared_memory.meet import all_gather, file_system_id, machine_id, meet
 from fshard.mesh.shared_memory.peers import Peers
 from fshard.mesh.shared_memory.transport import SharedMemory
 from fshard.mesh.spmd.scope import MessageCount, MessageCounts
@@ -108,7 +108,9 @@ class ProcessWorld:
         self._staged = self.backend == "gloo"
         self.peers = meet(timeout) if self._staged else Peers({}, timeout)
         # Of each process, to reshard between meshes: replicas on the receiver's machine send.
-        self.machines = [machine for (machine,) in all_gather([machine_id()])]
+        rows = all_gather([machine_id(), file_system_id()])
+        self.machines = [machine for machine, _ in rows]
+        self.file_systems = [files for _, files in rows]
         self.scopes: dict[object, Scope] = {}
         self.message_counts: MessageCounts = defaultdict(MessageCount)
         self._works = Works(timeout)
@@ -581,6 +583,13 @@ def machines_of(mesh: Mesh) -> tuple[int, ...]:
         return (0,) * mesh.size
     machines = ProcessWorld.of(mesh).machines
     return tuple([machines[rank] for rank in mesh.devices])
+
+
+def share_files(mesh: Mesh) -> bool:
+    """Return True if all processes of a mesh are on one machine, and see the same files."""
+    world = ProcessWorld.of(mesh)
+    places = {(world.machines[rank], world.file_systems[rank]) for rank in mesh.devices}
+    return len(places) == 1 and 0 not in places.pop()
 
 
 # -- joining and leaving ---------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""What `device_put`, `reshard`, `unshard`, `from_local`, `shard_params` and `shard_map` return has
-its own memory.
+"""Results of `device_put`, `reshard`, `unshard`, `from_local`, `shard_params` and `shard_map` have
+their own memory.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Who sends what between two meshes: against sets of element numbers, which no table is made from."""
+"""The senders between two meshes and what they send, against sets of element numbers, which no table is made from."""
 
 from collections import Counter
 from dataclasses import replace
