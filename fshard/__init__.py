@@ -64,6 +64,7 @@ from fshard.optim.partition import partition_optimizer
 from fshard.parallelism.value import Parallelism
 from fshard.pipeline.schedule.builders import pipeline_schedule
 from fshard.randomness import keyed_random
+from fshard.recovery.elastic import elastic
 from fshard.tensor.plan import tensor_parallel
 from fshard.transforms.evaluate import evaluate
 from fshard.transforms.fsdp.param_runtime import with_unsharded_params
@@ -144,6 +145,7 @@ __all__ = [
     "export",
     "Checkpoints",
     "RandomState",
+    "elastic",
     # pipelines
     "pipeline_schedule",
     "shard_stages",

@@ -70,7 +70,12 @@ class CollectiveTimeoutError(FshardError, RuntimeError):
 
 
 class LostProcessError(FshardError, RuntimeError):
-    """Another process of the group is gone: it failed, or it ended too early."""
+    """Another process of the group is gone: it failed, or it ended too early.
+
+    `lost`: the numbers of virtual devices that are gone.
+    """
+
+    lost: tuple[int, ...] = ()
 
 
 class OptimizerError(FshardError, ValueError):

@@ -146,15 +146,18 @@ def read_index(folder: Path) -> Index:
             "which this fshard reads."
         )
     try:
-        index = _index_of(content)
+        index = index_of(content)
         _validate(index)
     except _ERRORS_OF_CONTENT as error:
         raise _invalid(folder / INDEX, error) from error
     return index
 
 
-def _index_of(content: Any) -> Index:
-    """Return the index whose JSON is `content`; raise some error if it is that of none."""
+def index_of(content: Any) -> Index:
+    """Return the index whose JSON is `content`; raise some error if it is that of none.
+
+    The text that all writers have in common is one without metrics and writers.
+    """
     # A dict, where a list would take -1 for its last layout.
     layouts = dict(enumerate(map(_layout, content["layouts"])))
     arrays: list[ArrayEntry] = []
@@ -175,8 +178,8 @@ def _index_of(content: Any) -> Index:
         arrays=arrays,
         ties=[(tuple(path), first) for path, first in content["ties"]],
         values=[(tuple(path), value) for path, value in content["values"]],
-        metrics=dict(content["metrics"]),
-        writers=[WriterFiles(*files) for files in content["writers"]],
+        metrics=dict(content.get("metrics", ())),
+        writers=[WriterFiles(*files) for files in content.get("writers", ())],
     )
 
 

@@ -58,6 +58,17 @@ class RandomState:
             f"{number}.{generator.kind}": generator for number, generator in enumerate(generators)
         }
 
+    def now(self) -> Callable[[], None]:
+        """Return a function that sets the generators of this process to their present states."""
+        generators = [*self._generators().values()]
+        states = [generator.get() for generator in generators]
+
+        def set_again() -> None:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set(state)
+
+        return set_again
+
     def state_dict(self) -> dict[str, Any]:
         """Return the number of bytes of each state, and the rows."""
         states = {name: _as_bytes(x.get()) for name, x in self._generators().items()}

@@ -115,7 +115,7 @@ def restore(
         source = RenamedSource(open_source(Path(path), trust=trust), only, rename)
         if devices is not None and has_numbers:
             _compare_folders(Path(path), devices)
-        return _restore_here(source, f"restore {path}", target, mesh, strict=strict, cast=cast)
+        return restore_from(source, f"restore {path}", target, mesh, strict=strict, cast=cast)
 
 
 def _compare_folders(path: Path, mesh: Mesh) -> None:
@@ -139,14 +139,14 @@ def _compare_folders(path: Path, mesh: Mesh) -> None:
         ) from error
 
 
-def _restore_here(
+def restore_from(
     source: RenamedSource,
     caller: str,
     target: PyTree | Rules,
-    mesh: Mesh | None,
+    mesh: Mesh | None = None,
     *,
-    strict: bool,
-    cast: bool,
+    strict: bool = True,
+    cast: bool = False,
 ) -> Any:
     """Return the content of a source, as a device of the target's mesh."""
     source.check()

@@ -101,8 +101,13 @@ class TreeSnapshot:
         return TreeSnapshot(self.index, shares, self.replicas, self.ranks, wait)
 
 
-def snapshot_of(tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeSnapshot:
-    """Return the ranges that the devices held here write, and the index of the tree."""
+def snapshot_of(
+    tree: PyTree, metrics: Mapping[str, Any] | None = None, *, compare: bool = True
+) -> TreeSnapshot:
+    """Return the ranges that the devices held here write, and the index of the tree.
+
+    With `compare`, it has digests of replicas, by which they are compared.
+    """
     with limited_depth():
         tree, _ = opened(tree)
         leaves = [*_with_states(leaves_of(tree))]
@@ -130,7 +135,8 @@ def snapshot_of(tree: PyTree, metrics: Mapping[str, Any] | None = None) -> TreeS
     ranks = None
     if mesh is not None and mesh.runtime == "process":
         ranks = mesh.devices
-    return TreeSnapshot(index, shares, _replica_digests(entries, tensors, devices), ranks)
+    replicas = _replica_digests(entries, tensors, devices) if compare else {}
+    return TreeSnapshot(index, shares, replicas, ranks)
 
 
 def _entries(

@@ -1,4 +1,4 @@
-"""Sources of arrays: folders of `fs.save`, read in ranges.
+"""Sources of arrays: what devices have stored, such as folders of `fs.save`, read in ranges.
 
 `foreign` has the sources of other formats, and opens all.
 
@@ -96,13 +96,14 @@ class ReadRange:
         return (self.span.stop - self.span.start) * self.dtype.itemsize
 
 
-class SavedFolder(Source):
-    """A folder that `fs.save` has written."""
+class IndexedSource(Source):
+    """What devices have stored, by the index that all of them know.
 
-    def __init__(self, folder: Path, index: Index | None = None) -> None:
-        self.folder = folder
-        self.index = index or read_index(folder)
+    Where the shares of devices are, and how they are read, is a matter of the classes below it.
+    """
 
+    def __init__(self, index: Index) -> None:
+        self.index = index
         arrays: dict[str, StoredArray] = {}
         ties: dict[str, str] = {}
         self._entries: dict[str, list[int]] = defaultdict(list)  # several for a fused weight
@@ -117,6 +118,24 @@ class SavedFolder(Source):
         self.ties = ties
         self.values = {name_of(path): (path, value) for path, value in self.index.values}
 
+    def ranges(self, targets: Sequence[Target]) -> dict[int, list[ReadRange]]:
+        """Return the ranges to read of the share of each device."""
+        shares: dict[int, list[ReadRange]] = defaultdict(list)
+        for target in targets:
+            for number in self._entries[self.ties.get(target.name, target.name)]:
+                dtype = self.index.arrays[number].dtype
+                for device, byte, span in self.index.division.ranges(number, target.span):
+                    shares[device].append(ReadRange(byte, dtype, span, target))
+        return shares
+
+
+class SavedFolder(IndexedSource):
+    """A folder that `fs.save` has written."""
+
+    def __init__(self, folder: Path, index: Index | None = None) -> None:
+        super().__init__(index or read_index(folder))
+        self.folder = folder
+
     def check(self) -> None:
         errors: list[str] = []
         for writer in self.index.writers:
@@ -130,16 +149,6 @@ class SavedFolder(Source):
             raise CheckpointError(
                 f"{self.folder} is not complete: {'; '.join(errors)}. Restore another checkpoint."
             )
-
-    def ranges(self, targets: Sequence[Target]) -> dict[int, list[ReadRange]]:
-        """Return the ranges to read of the file of each writer."""
-        files: dict[int, list[ReadRange]] = defaultdict(list)
-        for target in targets:
-            for number in self._entries[self.ties.get(target.name, target.name)]:
-                dtype = self.index.arrays[number].dtype
-                for device, byte, span in self.index.division.ranges(number, target.span):
-                    files[device].append(ReadRange(byte, dtype, span, target))
-        return files
 
     def read(self, targets: Sequence[Target]) -> None:
         files = sorted(self.ranges(targets).items())

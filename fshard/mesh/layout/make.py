@@ -63,7 +63,7 @@ def make_mesh(
     pairs = _fill_size(_axes_with_sizes(axes, names), count)
     if isinstance(device, torch.device):
         device = device.type
-    mesh = Mesh(pairs, runtime, _choose_device_type(runtime, device), None, numbers)
+    mesh = Mesh(pairs, runtime, choose_device_type(runtime, device), None, numbers)
 
     if timeout is not None and runtime != "process":
         raise MeshError(
@@ -230,7 +230,8 @@ def _fill_size(
     return tuple((name, size_left if size == -1 else size) for name, size in pairs)
 
 
-def _choose_device_type(runtime: Runtime, device: str | None) -> str:
+def choose_device_type(runtime: Runtime, device: str | None) -> str:
+    """Return the type of a mesh's devices; raise if there are none of the type that is asked for."""
     if runtime == "abstract":
         if device not in (None, "meta"):
             raise MeshError(

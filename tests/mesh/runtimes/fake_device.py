@@ -143,10 +143,10 @@ def install() -> None:
     _setup_privateuseone_for_python_backend(NAME, _Module())
     _registered.append(torch.library.Library("_", "IMPL"))
     _registered[0].fallback(_run, "PrivateUse1")
-    choose = make._choose_device_type
+    choose = make.choose_device_type
 
     def choose_device_type(runtime, device):
         is_default = runtime == "process" and device is None
         return NAME if is_default else choose(runtime, device)
 
-    make._choose_device_type = choose_device_type
+    make.choose_device_type = choose_device_type

@@ -1,0 +1,1 @@
+"""Runs that go on when devices are lost: `fs.elastic`."""

@@ -1,0 +1,269 @@
+"""`Copies`: the last versions of a tree, in the memory of the devices that train.
+
+The share of a device is what it would write to a file of a checkpoint, so the shares of all are the
+tree, once. Each device also keeps the shares of some others. Four devices, `copies=1`:
+
+    device    shares       without device 2
+    0         s0  s3       s0  s3
+    1         s1  s0       s1  s0
+    2         s2  s1
+    3         s3  s2       s3  s2          all four are there
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard.checkpoint.random import RandomState
+from fshard.checkpoint.snapshot import TreeSnapshot, as_device_of, snapshot_of
+from fshard.errors import MismatchError
+from fshard.mesh.collectives.moves import Permute
+from fshard.mesh.layout import Memory, Mesh, PyTree
+from fshard.mesh.layout.kinds import empty_in, owned_by
+from fshard.mesh.reshard.between import mesh_of_numbers
+from fshard.mesh.runtimes.process import machines_of
+from fshard.mesh.spmd.run import local_devices, run_on_devices
+from fshard.mesh.spmd.scope import Pending
+from fshard.recovery.exchange import all_rows, start
+
+KEPT = 2
+"""Versions that a device keeps: see Note [Two versions]."""
+
+TREE = "tree"
+RANDOM = "random"
+"""The parts of a version: the tree of the program, and the random generators beside it."""
+
+
+class Key(NamedTuple):
+    """The place of a version in a run: the generation of devices, and its number in that one."""
+
+    generation: int
+    number: int
+
+
+@dataclass
+class Version:
+    """What one device has of a saved tree.
+
+    Args:
+        key: the place of the version in the run.
+        step: as the program counts.
+        text: the index of the tree, as JSON.
+        owners: the number of devices that have a share of it.
+        shares: bytes by owner: its own share, and those of others that have arrived.
+        memory: of its own share.
+    """
+
+    key: Key
+    step: int
+    text: str
+    owners: int
+    shares: dict[int, Tensor]
+    memory: Tensor
+
+
+class Arriving(NamedTuple):
+    """The share of another device that is on its way: its owner, its bytes, and the call."""
+
+    owner: int
+    size: int
+    call: Pending
+
+
+@dataclass
+class Shelf:
+    """What one device keeps.
+
+    Args:
+        versions: the last one first.
+        arriving: shares of others, of the last version.
+        saved: the number of versions of this generation.
+    """
+
+    versions: list[Version] = field(default_factory=list[Version])
+    arriving: list[Arriving] = field(default_factory=list[Arriving])
+    saved: int = 0
+
+    def complete(self) -> None:
+        """Wait for the shares that are on their way."""
+        for owner, size, call in self.arriving:
+            (row,) = call.wait()
+            self.versions[0].shares[owner] = row[:size]
+        self.arriving = []
+
+    def free_memory(self) -> Tensor | None:
+        """Drop the version before the last, and return its memory; None if there is none."""
+        if len(self.versions) < KEPT:
+            return None
+        return self.versions.pop().memory
+
+    def keep_only(self, key: Key | None) -> None:
+        """Drop all versions but one, as a generation begins: see Note [Two versions]."""
+        self.versions = [version for version in self.versions if version.key == key]
+        self.arriving = []
+        self.saved = 0
+
+
+# Note [Two versions]
+# A device writes a version over the one before the last, and keeps the last meanwhile. In `save`
+# devices meet first. One that has met the others knows that each has ended its save before, whose
+# version is complete everywhere. So whenever devices are lost, the others have one complete version
+# at least:
+#
+#     device 0    save 4 ...... step ...... save 5: meets, writes 5 over 3
+#     device 1    save 4 ...... step ...... save 5: meets, lost            4 is complete on both
+#
+# The last version may be complete too; what counts is that each share is on a device that is left.
+# The next generation begins from one version, and drops the others: else it would keep, as the last
+# one, a version that only some have.
+
+
+class Copies:
+    """The versions of a tree on the devices of the caller, over all generations of a run.
+
+    Args:
+        count: the number of other devices that keep each share.
+        memory: of the shares: "device" or "host".
+    """
+
+    shelves: dict[int, Shelf]
+    """What devices keep, by their name in the run."""
+
+    def __init__(self, count: int, memory: Memory) -> None:
+        self.shelves = {}
+        self._count = count
+        self._memory: Memory = memory
+        self._generation = 0
+        self._mesh: Mesh | None = None
+        self._names: Sequence[int] = ()
+
+    def begin(self, generation: int, mesh: Mesh, names: Sequence[int], key: Key | None) -> None:
+        """Begin a generation of devices with one version, or none.
+
+        Args:
+            generation: its number.
+            mesh: of its devices.
+            names: of these in the run, in mesh order.
+            key: of the version that it begins with.
+        """
+        self._generation = generation
+        self._mesh = mesh
+        self._names = names
+        for shelf in self.shelves.values():
+            shelf.keep_only(key)
+
+    def drop(self, names: Collection[int]) -> None:
+        """Forget what lost devices have: virtual ones, whose memory is the caller's."""
+        for name in names:
+            self.shelves.pop(name, None)
+
+    def shelf(self, device: int) -> Shelf:
+        """Return what a device of the mesh keeps."""
+        return self.shelves.setdefault(self._names[device], Shelf())
+
+    @torch.no_grad()
+    def save(self, step: int, tree: PyTree, *, flag: bool = False) -> bool:
+        """Keep a version of a tree; return True if any device has a flag.
+
+        All devices of the mesh call it.
+        """
+        mesh = self._mesh
+        assert mesh is not None
+        meeting = mesh_of_numbers(mesh.devices, mesh)
+        with as_device_of(mesh):
+            content = snapshot_of({TREE: tree, RANDOM: RandomState()}, compare=False)
+        text = content.index.text
+        digest = zlib.crc32(text.encode())
+
+        def meet(device: int) -> list[list[int]]:
+            shelf = self.shelf(device)
+            shelf.complete()
+            return all_rows([shelf.saved, step, digest, _size(content, device), int(flag)])
+
+        rows = run_on_devices(meeting, meet)[0]
+        _validate(rows)
+        sizes = [size for *_, size, _ in rows]
+        memory = self._staged(content, mesh, max(sizes))
+        shifts = _shifts(meeting, self._count)
+
+        def keep(device: int) -> None:
+            shelf = self.shelf(device)
+            shelf.saved += 1
+            key = Key(self._generation, shelf.saved)
+            row = memory[device]
+            own_shares = {device: row[: sizes[device]]}
+            shelf.versions.insert(0, Version(key, step, text, len(sizes), own_shares, row))
+            for shift in shifts:
+                owner = (device - shift) % len(sizes)
+                call = start(_ring(len(sizes), shift), row)
+                shelf.arriving.append(Arriving(owner, sizes[owner], call))
+            if mesh.runtime == "virtual":
+                shelf.complete()  # a run ends with all its calls
+
+        run_on_devices(meeting, keep)
+        return any([has_flag for *_, has_flag in rows])
+
+    def _staged(self, content: TreeSnapshot, mesh: Mesh, longest: int) -> dict[int, Tensor]:
+        """Copy the shares of the caller's devices; return the memory of each, of equal length."""
+        memory: dict[int, Tensor] = {}
+        for device in local_devices(mesh):
+            free = self.shelf(device).free_memory()
+            if free is None or len(free) < longest:
+                with owned_by(mesh.devices[device]):
+                    free = empty_in(self._memory, (longest,), torch.uint8, mesh.device_type)
+            memory[device] = free[:longest]
+        content.staged(memory).wait()
+        return memory
+
+    def complete(self) -> None:
+        """Wait until the last version is complete."""
+        for shelf in self.shelves.values():
+            shelf.complete()
+
+
+def _size(content: TreeSnapshot, device: int) -> int:
+    """Return the bytes of a device's share."""
+    return sum([x.values.nbytes for x in content.shares.get(device, ())])
+
+
+def _validate(rows: Sequence[Sequence[int]]) -> None:
+    """Raise unless devices save one tree."""
+    for device, (saved, step, digest, *_) in enumerate(rows):
+        first_saved, first_step, first_digest, *_ = rows[0]
+        if (saved, step) != (first_saved, first_step):
+            raise MismatchError(
+                f"run.save: step must be equal on all devices; got {step} on device {device} and "
+                f"{first_step} on device 0."
+            )
+        if digest != first_digest:
+            raise MismatchError(
+                "run.save: the tree must have equal names, shapes, layouts and plain values on all "
+                f"devices; that of device {device} differs from that of device 0."
+            )
+
+
+def _ring(size: int, shift: int) -> Permute:
+    """Return the move from each device to the one that is some places further."""
+    return Permute(tuple([(device, (device + shift) % size) for device in range(size)]))
+
+
+def _shifts(mesh: Mesh, count: int) -> list[int]:
+    """Return how far from each device those are that keep its share.
+
+    On several machines they are on another one, where that can be for all devices alike: a machine
+    is lost with all its processes.
+    """
+    machines = machines_of(mesh)
+    size = len(machines)
+    shifts = range(1, size)
+
+    def stays(shift: int) -> bool:
+        return any(machines[device] == machines[(device + shift) % size] for device in range(size))
+
+    return sorted(shifts, key=stays)[:count]

@@ -1,0 +1,174 @@
+"""Who takes part in an elastic run: virtual devices, or processes.
+
+Devices have names in the run, numbers that they keep: 0, 1, 2, ... at the start, and the next ones
+for devices that come later. A *crew* is those of one generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from fshard.errors import CollectiveTimeoutError, LostProcessError, MeshError
+from fshard.mesh.layout import Mesh
+from fshard.mesh.reshard.between import mesh_of_numbers
+from fshard.mesh.runtimes import process
+from fshard.mesh.spmd.run import run_on_devices
+from fshard.recovery.copies import Copies, Shelf
+from fshard.recovery.exchange import all_rows
+from fshard.recovery.members import Members
+from fshard.recovery.survey import Found, find_here, find_together
+
+MakeMesh = Callable[[Sequence[int]], Mesh | None]
+"""A function from the numbers of the devices that are there to a mesh of some or all of them."""
+
+
+class Crew(Protocol):
+    """The devices of one generation, as `fs.elastic` needs them."""
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        """The names of the devices."""
+        ...
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Their numbers for `make_mesh`, in the same order."""
+        ...
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Return True if an error comes from the loss of a device."""
+        ...
+
+    def has_joiners(self) -> bool:
+        """Return True if other devices want to take part."""
+        ...
+
+    def find(self, copies: Copies, mesh: Mesh) -> Found | None:
+        """Find the version that a generation on a mesh begins with; None if nothing was saved."""
+        ...
+
+    def wait(self) -> bool:
+        """Wait outside of the mesh for a change of devices; return False if the run has ended."""
+        ...
+
+    def regroup(self, error: BaseException | None) -> Crew:
+        """Return the next generation, after a loss, or with those that want to take part."""
+        ...
+
+    def end(self, mesh: Mesh) -> None:
+        """End the run, together with all devices of the mesh."""
+        ...
+
+    def leave(self) -> None:
+        """Leave the others, because of an error here."""
+        ...
+
+
+class VirtualCrew:
+    """Virtual devices."""
+
+    def __init__(self, names: tuple[int, ...], wanted: list[int]) -> None:
+        self.names = names
+        self._wanted = wanted
+        """The number of devices that are to join, in a list that all generations share."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return self.names
+
+    def is_loss(self, error: BaseException) -> bool:
+        return isinstance(error, LostProcessError) and bool(error.lost)
+
+    def has_joiners(self) -> bool:
+        return self._wanted[0] > 0
+
+    def regroup(self, error: BaseException | None) -> VirtualCrew:
+        lost = error.lost if isinstance(error, LostProcessError) else ()
+        names = [name for name in self.names if name not in lost]
+        if not names:
+            raise LostProcessError("fs.elastic: all devices were lost.")
+        if error is None:
+            first = self._wanted[1]
+            names += range(first, first + self._wanted[0])
+            self._wanted[:] = [0, first + self._wanted[0]]
+        return VirtualCrew(tuple(names), self._wanted)
+
+    def find(self, copies: Copies, mesh: Mesh) -> Found | None:
+        return find_here(copies.shelves)
+
+    def wait(self) -> bool:
+        raise AssertionError("the caller has all virtual devices")
+
+    def end(self, mesh: Mesh) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
+class ProcessCrew:
+    """Processes: see `members`."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        return self._members.numbers
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(range(len(self.names)))
+
+    def is_loss(self, error: BaseException) -> bool:
+        # Whatever has failed beside a process that is lost, has failed because of that.
+        return isinstance(error, LostProcessError | CollectiveTimeoutError) or (
+            self._members.has_lost()
+        )
+
+    def has_joiners(self) -> bool:
+        return self._members.has_joiners()
+
+    def find(self, copies: Copies, mesh: Mesh) -> Found | None:
+        world = process.everyone()
+        assert world is not None
+        name = self._members.number
+        shelf = copies.shelves.setdefault(name, Shelf())
+        return find_together(world, name, shelf, mesh.devices)
+
+    def wait(self) -> bool:
+        return self._members.wait_for_change()
+
+    def regroup(self, error: BaseException | None) -> ProcessCrew:
+        return ProcessCrew(self._members.regroup())
+
+    def end(self, mesh: Mesh) -> None:
+        run_on_devices(mesh_of_numbers(mesh.devices, mesh), lambda device: all_rows([device]))
+        self._members.finish()
+
+    def leave(self) -> None:
+        process.leave(waiting=False)
+
+
+def largest_mesh(make_mesh: MakeMesh, numbers: Sequence[int]) -> Mesh:
+    """Return the mesh of as many devices as a function makes one of."""
+    first_error: MeshError | None = None
+    for count in range(len(numbers), 0, -1):
+        try:
+            mesh = make_mesh(tuple(numbers[:count]))
+        except MeshError as error:
+            first_error = first_error or error
+            continue
+        if mesh is None:
+            continue
+        if not isinstance(mesh, Mesh) or not {*mesh.devices} <= {*numbers}:
+            raise TypeError(
+                "fs.elastic: make_mesh must return a mesh of devices that it is given, "
+                f"fs.make_mesh(..., devices=devices), or None; got {mesh!r} for {tuple(numbers)}."
+            )
+        return mesh
+    raise first_error or MeshError(
+        f"fs.elastic: make_mesh must return a mesh of some devices; got None for {len(numbers)} "
+        "and each smaller number."
+    )

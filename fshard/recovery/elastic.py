@@ -1,0 +1,384 @@
+"""`elastic`: a function that trains, and goes on with other devices when some are lost or come.
+
+The function is the loop that continues from a checkpoint. Here the checkpoint is in the memory of
+the devices, and of each step.
+
+    devices 0 1 2 3    train(run)    step 1, save, step 2, save, step 3 ... device 2 is lost
+    devices 0 1 3      train(run)    restore: step 2    step 3, save, ...
+    devices 0 1 3 4    train(run)    restore: ...       after a save: device 4 has come
+
+A step is a transaction that `save` ends. What a function was doing when it was left is never read
+again, such as parameters that an update had half overwritten.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from fshard.checkpoint.folder import Checkpoints
+from fshard.checkpoint.random import RandomState
+from fshard.checkpoint.restore import RenamedSource, restore_from
+from fshard.checkpoint.snapshot import as_device_of
+from fshard.errors import CheckpointError, MeshError
+from fshard.mesh.layout import Memory, Mesh, PyTree, use_mesh
+from fshard.mesh.layout.make import choose_device_type
+from fshard.mesh.reshard.between import mesh_of_numbers
+from fshard.mesh.runtimes.launchers import launched
+from fshard.recovery.copies import RANDOM, TREE, Copies
+from fshard.recovery.crew import Crew, MakeMesh, ProcessCrew, VirtualCrew, largest_mesh
+from fshard.recovery.members import Members
+from fshard.recovery.source import SharesInMemory
+from fshard.recovery.survey import Found, LostSharesError
+
+Result = TypeVar("Result")
+
+
+class Regroup(BaseException):
+    """Leaves the function after a save, so that other devices can take part.
+
+    No `Exception`, which the function might handle.
+    """
+
+
+class Generation(NamedTuple):
+    """What an elastic run has gone through.
+
+    Args:
+        devices: the names of the devices that the function ran on.
+        lost: names of devices that were lost before.
+        step: of the version that it began with; None: it began anew.
+        source: of that version: "memory", "checkpoint", or "" without one.
+        seconds: from the loss to the call of the function.
+    """
+
+    devices: tuple[int, ...]
+    lost: tuple[int, ...]
+    step: int | None
+    source: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Ended(Generic[Result]):
+    """The function has returned a result, here or, with None, elsewhere."""
+
+    result: Result | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """Devices were lost, by an error, or have come."""
+
+    error: Exception | None = None
+
+
+class ElasticRun:
+    """The run of a function on the devices of one generation: a checkpoint in their memory.
+
+    It has the methods of `fs.Checkpoints`, also for `booster.save` and `booster.load`.
+
+    mesh: of the devices.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        copies: Copies,
+        crew: Crew,
+        found: Found | None,
+        folder: Checkpoints | None,
+        every: int,
+    ) -> None:
+        self.mesh = mesh
+        self._copies = copies
+        self._crew = crew
+        self._found = found
+        self._folder = folder
+        self._every = every
+
+    def __repr__(self) -> str:
+        return f"ElasticRun on {self.mesh}, latest={self.latest}"
+
+    @property
+    def latest(self) -> int | None:
+        """The step of the version to go on from; None if the run begins anew."""
+        if self._found is not None:
+            return self._found.step
+        return None if self._folder is None else self._folder.latest
+
+    @property
+    def origin(self) -> str:
+        """Where the version to go on from is: "memory", "checkpoint", or "" without one."""
+        if self._found is not None:
+            return "memory"
+        return "" if self.latest is None else "checkpoint"
+
+    def restore(
+        self,
+        target: PyTree = None,
+        *,
+        only: Any = None,
+        rename: Any = None,
+        strict: bool = True,
+        cast: bool = False,
+    ) -> Any:
+        """Return the version to go on from, in the layouts of a target: see `fs.restore`.
+
+        Random generators get their states of that version too.
+        """
+        found = self._found
+        if found is None:
+            if self._folder is None:
+                raise CheckpointError(
+                    "run.restore: nothing was saved yet. Call it if run.latest is not None."
+                )
+            return self._folder.restore(target, only=only, rename=rename, strict=strict, cast=cast)
+
+        with torch.no_grad(), as_device_of(self.mesh):
+            source = self._source(found)
+            part = RenamedSource(RenamedSource(source, TREE), only, rename)
+            tree = restore_from(part, "run.restore", target, strict=strict, cast=cast)
+            restore_from(RenamedSource(source, RANDOM), "run.restore", RandomState())
+        return tree
+
+    def _source(self, found: Found) -> SharesInMemory:
+        """Return the version as a source: devices of the mesh read together, unless one has all."""
+        if self.mesh.runtime == "virtual":
+            return SharesInMemory(found.index, found.shares, {}, None)
+        meeting = mesh_of_numbers(self.mesh.devices, self.mesh)
+        return SharesInMemory(found.index, found.shares, found.holders, meeting)
+
+    def save(
+        self,
+        step: int,
+        tree: PyTree,
+        *,
+        wait: bool = False,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Keep a tree, as the end of a step: from here the run goes on when devices are lost.
+
+        All devices of the mesh call it. With `folder`, that saves the tree too, as often as it
+        does. Devices that have come take part from here on: then the function is called anew.
+
+        Args:
+            step: the number of the step.
+            tree: of arrays, numbers, strings and objects with a `state_dict`: see `fs.save`.
+            wait: for the folder: see `Checkpoints.save`.
+            metrics: for the folder.
+        """
+        if step % self._every == 0:
+            has_joiners = self._copies.save(step, tree, flag=self._crew.has_joiners())
+        else:
+            has_joiners = False
+        if self._folder is not None:
+            self._folder.save(step, tree, wait=wait, metrics=metrics)
+        if has_joiners:
+            self._copies.complete()
+            raise Regroup
+
+
+class Elastic(Generic[Result]):
+    """A function that goes on when devices are lost or come: see `fs.elastic`.
+
+    generations: what the last call has gone through.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Result],
+        make_mesh: MakeMesh,
+        *,
+        copies: int,
+        every: int,
+        folder: Checkpoints | None,
+        memory: Memory,
+        devices: int | None,
+        timeout: float | None,
+    ) -> None:
+        update_wrapper(self, function)
+        self.generations: list[Generation] = []
+        self._function = function
+        self._make_mesh = make_mesh
+        self._copies = copies
+        self._every = every
+        self._folder = folder
+        self._memory: Memory = memory
+        self._devices = devices
+        self._timeout = timeout
+        self._wanted = [0, 0]
+        self._reset_random = RandomState().now()
+
+    def grow(self, count: int) -> None:
+        """Let virtual devices take part from the next save on."""
+        self._wanted[0] += count
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Result | None:
+        """Call the function, again and again, until it returns; return its result.
+
+        On processes that are not part of the mesh, which wait for a change, it is None.
+        """
+        self.generations = []
+        copies = Copies(self._copies, self._memory)
+        crew = self._first_crew()
+        self._reset_random = RandomState().now()
+        lost: tuple[int, ...] = ()
+        began = time.monotonic()
+        while True:
+            outcome = self._generation(crew, copies, lost, began, args, kwargs)
+            if isinstance(outcome, Ended):
+                return outcome.result
+            began = time.monotonic()
+            before = crew.names
+            crew = crew.regroup(outcome.error)
+            lost = tuple([name for name in before if name not in crew.names])
+            copies.drop(lost)
+
+    def _first_crew(self) -> Crew:
+        if launched():
+            if self._devices is not None:
+                raise MeshError(
+                    "fs.elastic: devices must be left out where processes were started together; "
+                    f"got {self._devices}. Their number is that of the processes."
+                )
+            path = None if self._folder is None else self._folder.path
+            device_type = choose_device_type("process", None)
+            return ProcessCrew(Members.meet(path, device_type, self._timeout))
+        if self._devices is None:
+            raise MeshError(
+                "fs.elastic: devices must be the number of virtual devices, since no processes were "
+                "started together; got None. Processes: fshard run --elastic --processes 4 file.py."
+            )
+        self._wanted[:] = [0, self._devices]
+        return VirtualCrew(tuple(range(self._devices)), self._wanted)
+
+    def _generation(
+        self,
+        crew: Crew,
+        copies: Copies,
+        lost: tuple[int, ...],
+        began: float,
+        args: Any,
+        kwargs: Any,
+    ) -> Ended[Result] | Change:
+        """Run the function on the devices of one generation, until it ends or they change.
+
+        Args:
+            crew: the devices.
+            copies: what is in their memory.
+            lost: the devices that were lost before.
+            began: when that was noticed.
+            args, kwargs: of the function.
+        """
+        try:
+            mesh = largest_mesh(self._make_mesh, crew.numbers)
+            found = self._find(crew, copies, mesh)
+            names = [crew.names[crew.numbers.index(number)] for number in mesh.devices]
+            key = None if found is None else found.key
+            copies.begin(len(self.generations), mesh, names, key)
+            run = ElasticRun(mesh, copies, crew, found, self._folder, self._every)
+            seconds = time.monotonic() - began
+            generation = Generation(tuple(names), lost, run.latest, run.origin, seconds)
+            self.generations.append(generation)
+            if run.latest is None:
+                self._reset_random()  # a run that begins anew draws the same numbers
+            if not mesh.is_member:
+                return Change() if crew.wait() else Ended(None)
+            with use_mesh(mesh):
+                result = self._function(run, *args, **kwargs)
+            crew.end(mesh)
+            return Ended(result)
+        except Regroup:
+            return Change()
+        except Exception as error:
+            if not crew.is_loss(error):
+                crew.leave()
+                raise
+            # The frames that the error has left still have the parameters of this generation.
+            traceback.clear_frames(error.__traceback__)
+            return Change(error.with_traceback(None))
+
+    def _find(self, crew: Crew, copies: Copies, mesh: Mesh) -> Found | None:
+        """Find the version to go on from; None: that of the folder, or the run begins anew."""
+        try:
+            return crew.find(copies, mesh)
+        except LostSharesError:
+            if self._folder is None:
+                raise
+            return None
+
+
+def elastic(
+    make_mesh: MakeMesh,
+    *,
+    copies: int = 1,
+    every: int = 1,
+    folder: Checkpoints | None = None,
+    memory: Memory = "device",
+    devices: int | None = None,
+    timeout: float | None = None,
+) -> Callable[[Callable[..., Result]], Elastic[Result]]:
+    """Decorate a function that trains: it goes on, in the same processes, when some are lost.
+
+    The function is a loop that continues from a checkpoint, `train(run)`: `run.latest`,
+    `run.restore` and `run.save` are those of an `fs.Checkpoints`. After a loss it is called anew,
+    on the mesh that `make_mesh` makes of the devices that are left, and continues from the last
+    `run.save`. In reproducible mode it ends with the bits of a run that lost nothing.
+
+    Args:
+        make_mesh: a function from the numbers of the devices that are there to a mesh of them,
+            `fs.make_mesh(..., devices=devices)`. Where it raises a MeshError or returns None, it is
+            called with fewer; the others wait.
+        copies: the number of other devices that keep the share of each, so many neighbours may be
+            lost at once. With 0 the run goes on from the folder.
+        every: `run.save` keeps the steps that this divides, and the others are repeated.
+        folder: where `run.save` saves too, and the run goes on from if too many were lost, or all.
+            Processes that are started later with it take part after the next `run.save`.
+        memory: of the copies, "device" or "host".
+        devices: the number of virtual devices, where no processes were started together.
+        timeout: seconds until a process that lives and does not answer is taken for lost. Default:
+            the environment variable FSHARD_TIMEOUT, or 600.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> def make_mesh(devices):
+    ...     return fs.make_mesh({"data": len(devices)}, devices=devices)
+    >>> @elastic(make_mesh, devices=4)
+    ... def train(run):
+    ...     w = fs.device_put(torch.zeros(4), fs.Layout(run.mesh, P.flat("data")))
+    ...     kept = {"w": w, "steps": 0}
+    ...     if run.latest is not None:
+    ...         kept = run.restore(kept)
+    ...     while kept["steps"] < 6:
+    ...         kept = {"w": kept["w"] + 1, "steps": kept["steps"] + 1}
+    ...         run.save(kept["steps"], kept)
+    ...     return fs.unshard(kept["w"])
+    >>> with fs.testing.kill(2, at=("copy", 3)):
+    ...     train()
+    tensor([6., 6., 6., 6.])
+    >>> for generation in train.generations:
+    ...     print(generation.devices, generation.step)
+    (0, 1, 2, 3) None
+    (0, 1, 3) 3
+    """
+
+    def decorate(function: Callable[..., Result]) -> Elastic[Result]:
+        return Elastic(
+            function,
+            make_mesh,
+            copies=copies,
+            every=every,
+            folder=folder,
+            memory=memory,
+            devices=devices,
+            timeout=timeout,
+        )
+
+    return decorate

@@ -1,0 +1,117 @@
+"""Bytes between the devices of a mesh: a row of each to all, and pieces of memory on request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fshard.mesh.collectives.autograd import Bound
+from fshard.mesh.collectives.moves import AllGather, Wired
+from fshard.mesh.reshard.between import AXIS
+from fshard.mesh.reshard.rounds import Parcels
+from fshard.mesh.spmd.scope import Group, Pending, require
+from fshard.source import call_site
+
+_CALLER = "fs.elastic"
+
+
+class Piece(NamedTuple):
+    """Bytes of a share that a device asks another one for.
+
+    Args:
+        holder: the index of the device that has the share.
+        owner: the number of the share.
+        begin: the first byte.
+        size: their number.
+    """
+
+    holder: int
+    owner: int
+    begin: int
+    size: int
+
+
+def start(move: Wired, x: Tensor) -> Pending:
+    """Start a collective of all devices of the mesh that the calling code runs on."""
+    return Bound(move, group_of_all(), call_site()).start((x,))
+
+
+def group_of_all() -> Group:
+    """Return the group of all devices of the mesh that the calling code runs on."""
+    return require(_CALLER).group((AXIS,), _CALLER)
+
+
+def all_rows(row: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of each device, of which all have as many."""
+    (rows,) = start(AllGather(0), torch.tensor([row])).wait()
+    return rows.tolist()
+
+
+def all_bytes(content: bytes) -> list[bytes]:
+    """Return the bytes of each device."""
+    sizes = [size for (size,) in all_rows([len(content)])]
+    longest = max(sizes)
+    if longest == 0:
+        return [b""] * len(sizes)
+    row = torch.zeros(1, longest, dtype=torch.uint8)
+    row[0, : len(content)] = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8)[
+        : len(content)
+    ]
+    (rows,) = start(AllGather(0), row).wait()
+    pairs = zip(rows, sizes, strict=True)
+    return [bytes(x[:size].numpy()) for x, size in pairs]
+
+
+def all_pieces(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Return the pieces that each device asks for."""
+    content = np.array([*pieces], np.int64).tobytes()
+    result: list[list[Piece]] = []
+    for row in all_bytes(content):
+        numbers = np.frombuffer(row, np.int64).reshape(-1, len(Piece._fields))
+        result.append([Piece(*piece) for piece in numbers.tolist()])
+    return result
+
+
+def fetch(pieces: Sequence[Piece], shares: Mapping[int, Tensor], number: int) -> list[Tensor]:
+    """Return pieces of the shares of others; all devices call it, and serve each other.
+
+    Args:
+        pieces: that this device asks for.
+        shares: the bytes that it has, by their owner.
+        number: of the call.
+    """
+    asked = all_pieces(pieces)
+    sizes = Counter[tuple[int, int]]()
+    for receiver, wanted in enumerate(asked):
+        for piece in wanted:
+            sizes[piece.holder, receiver] += piece.size
+    if not sizes:
+        return []
+    pairs = [(sender, receiver, size) for (sender, receiver), size in sorted(sizes.items())]
+    move = Parcels(tuple(pairs), "shares", number=number)
+
+    index = group_of_all().index
+    device = next(iter(shares.values())).device if shares else torch.device("cpu")
+    row = torch.empty(move.length, dtype=torch.uint8, device=device)
+    begin = 0
+    for wanted in asked:
+        for piece in wanted:
+            if piece.holder == index:
+                end = begin + piece.size
+                row[begin:end] = shares[piece.owner][piece.begin : piece.begin + piece.size]
+                begin = end
+
+    (received,) = start(move, row).wait()
+    result: dict[int, Tensor] = {}
+    begin = 0
+    # They arrive in the order of their senders.
+    for place in sorted(range(len(pieces)), key=lambda place: pieces[place].holder):
+        end = begin + pieces[place].size
+        result[place] = received[begin:end]
+        begin = end
+    return [result[place] for place in range(len(pieces))]

@@ -1,0 +1,4 @@
+"""Placeholder until the branch of processes is merged."""
+
+
+class Members: ...

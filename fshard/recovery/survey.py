@@ -1,0 +1,188 @@
+"""Find the version that a new generation begins with: which shares are left, and where.
+
+All devices that are there take part, also those that are not in the new mesh.
+
+    version      1.7                 1.8
+    device 0     s0 s3               s0          s3 was on its way
+    device 1     s1 s0               s1 s0
+    device 3     s3 s2               s3          so 1.7 is the last one that has s2
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard.checkpoint.index import Index, index_of
+from fshard.mesh.layout import Mesh
+from fshard.mesh.reshard.rounds import ROUND
+from fshard.mesh.spmd.run import run_on_devices
+from fshard.recovery.copies import Key, Shelf, Version
+from fshard.recovery.exchange import Piece, all_bytes, fetch
+
+
+class Holding(NamedTuple):
+    """A share that a device has: its version, its owner, its bytes, and the device's name.
+
+    `owners`: the number of shares of the version.
+    """
+
+    key: Key
+    owners: int
+    owner: int
+    size: int
+    name: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """The version that a generation begins with.
+
+    Args:
+        key: of the version.
+        step: as the program counts.
+        index: of the tree.
+        shares: that the caller may read, by owner.
+        holders: the device of the new mesh that has each share.
+    """
+
+    key: Key
+    step: int
+    index: Index
+    shares: Mapping[int, Tensor]
+    holders: Mapping[int, int]
+
+
+def holdings(shelves: Mapping[int, Shelf]) -> list[Holding]:
+    """Return what devices have."""
+    result: list[Holding] = []
+    for name, shelf in shelves.items():
+        for version in shelf.versions:
+            for owner, share in version.shares.items():
+                result.append(Holding(version.key, version.owners, owner, len(share), name))
+    return result
+
+
+class LostSharesError(Exception):
+    """Versions were saved, and of each a share is lost."""
+
+
+def choose(table: Iterable[Holding]) -> tuple[Key, dict[int, list[Holding]]] | None:
+    """Return the last version whose shares are all there, and who has each; None without versions.
+
+    Raise a `LostSharesError` if there are versions, but each lacks a share.
+    """
+    versions: dict[Key, dict[int, list[Holding]]] = defaultdict(lambda: defaultdict(list))
+    missing: set[int] = set()
+    for row in table:
+        versions[row.key][row.owner].append(row)
+    for key in sorted(versions, reverse=True):
+        holders = versions[key]
+        owners = next(iter(holders.values()))[0].owners
+        missing = {*range(owners)} - {*holders}
+        if not missing:
+            return key, holders
+    if not versions:
+        return None
+    shown = ", ".join(map(str, sorted(missing)))
+    raise LostSharesError(
+        f"fs.elastic: too many devices were lost at once: none that is left has the state of device "
+        f"{shown} of the mesh before. More copies outlive more losses (copies=2), and with "
+        "folder=fs.Checkpoints(...) a run goes back to its last checkpoint."
+    )
+
+
+def find_here(shelves: Mapping[int, Shelf]) -> Found | None:
+    """Find the version in the memory of virtual devices, which is that of the caller."""
+    choice = choose(holdings(shelves))
+    if choice is None:
+        return None
+    key, _ = choice
+    shares: dict[int, Tensor] = {}
+    found: Version | None = None
+    for version in _versions(shelves, key):
+        shares |= version.shares
+        found = version
+    assert found is not None
+    return Found(key, found.step, index_of(json.loads(found.text)), shares, {})
+
+
+@torch.no_grad()
+def find_together(world: Mesh, name: int, shelf: Shelf, members: Sequence[int]) -> Found | None:
+    """Find the version together with all other processes; each calls it.
+
+    Args:
+        world: all processes.
+        name: of this one in the run.
+        shelf: what it has.
+        members: the processes of the new mesh, by their index in the world.
+    """
+    (found,) = run_on_devices(world, lambda device: _find(device, name, shelf, members))
+    return found
+
+
+def _find(device: int, name: int, shelf: Shelf, members: Sequence[int]) -> Found | None:
+    rows: list[Holding] = []
+    names: list[int] = []
+    for content in all_bytes(json.dumps([name, holdings({name: shelf})]).encode()):
+        other, table = json.loads(content)
+        names.append(other)
+        for (generation, number), *fields in table:
+            rows.append(Holding(Key(generation, number), *fields))
+    choice = choose(rows)
+    if choice is None:
+        return None
+
+    key, holders = choice
+    own = next(_versions({name: shelf}, key), None)
+    # Any process that has the version tells the others of its tree, which new ones do not know.
+    texts = all_bytes(json.dumps([own.step, own.text]).encode() if own else b"")
+    step, text = json.loads(next(filter(None, texts)))
+    if own is None:
+        own = Version(key, step, text, len(holders), {}, torch.empty(0, dtype=torch.uint8))
+        shelf.versions.append(own)
+
+    index_of_name = {other: index for index, other in enumerate(names)}
+    places: dict[int, int] = {}
+    moved: dict[int, Holding] = {}
+    for owner, rows_of_owner in sorted(holders.items()):
+        at = [index_of_name[row.name] for row in rows_of_owner]
+        near = [members.index(index) for index in at if index in members]
+        places[owner] = near[0] if near else owner % len(members)
+        if not near:
+            moved[owner] = rows_of_owner[0]
+    for owner, row in moved.items():
+        receiver = members[places[owner]]
+        share = _fetched(row, index_of_name[row.name], own.shares, is_receiver=device == receiver)
+        if share is not None:
+            own.shares[owner] = share
+    return Found(key, step, index_of(json.loads(text)), own.shares, places)
+
+
+def _fetched(
+    row: Holding, holder: int, shares: Mapping[int, Tensor], *, is_receiver: bool
+) -> Tensor | None:
+    """Return a share that only a process outside of the new mesh has, on its receiver."""
+    parts: list[Tensor] = []
+    for number, begin in enumerate(range(0, row.size, ROUND)):
+        pieces: list[Piece] = []
+        if is_receiver:
+            pieces = [Piece(holder, row.owner, begin, min(ROUND, row.size - begin))]
+        parts += [part.clone() for part in fetch(pieces, shares, number)]
+    if not is_receiver:
+        return None
+    return torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+
+
+def _versions(shelves: Mapping[int, Shelf], key: Key) -> Iterator[Version]:
+    """Yield what devices have of a version."""
+    for shelf in shelves.values():
+        for version in shelf.versions:
+            if version.key == key:
+                yield version
