@@ -72,10 +72,12 @@ class CollectiveTimeoutError(FshardError, RuntimeError):
 class LostProcessError(FshardError, RuntimeError):
     """Another process of the group is gone: it failed, or it ended too early.
 
-    `lost`: the numbers of virtual devices that are gone.
+    `lost` are the numbers in the world of the devices that are known to be gone.
     """
 
-    lost: tuple[int, ...] = ()
+    def __init__(self, *args: object, lost: tuple[int, ...] = ()) -> None:
+        super().__init__(*args)
+        self.lost = lost
 
 
 class OptimizerError(FshardError, ValueError):

@@ -51,10 +51,12 @@ from fshard.checkpoint.files import (
 from fshard.checkpoint.index import INDEX, Index, WriterFiles, as_text, read_sealed, sealed
 from fshard.checkpoint.names import mesh_of_some
 from fshard.checkpoint.snapshot import TreeSnapshot, as_device_of, snapshot_of
-from fshard.errors import CheckpointError
+from fshard.errors import CheckpointError, LostProcessError
 from fshard.mesh.collectives.api import broadcast, pmax
 from fshard.mesh.layout import PyTree
+from fshard.mesh.runtimes.moments import Killed, listeners
 from fshard.mesh.runtimes.process import has_ended
+from fshard.mesh.spmd.run import reach_on
 from fshard.mesh.spmd.scope import here
 
 _SAVE_FILE = re.compile(r"[0-9a-f]{11,}-[0-9]+\.(safetensors|json|failed|index|lock)(\.tmp)?")
@@ -162,8 +164,11 @@ def write(folder: Path, tree: TreeSnapshot, token: str, timeout: float) -> None:
             check_not_committing(folder)
             _make_checkpoint_folder(folder)
             for writer in tree.shares:
+                _reach_save(tree, writer)
                 with named_errors(f"{folder}: device {writer} cannot write"):
                     _write_share(folder, tree, writer, token, locks)
+        except (Killed, LostProcessError):
+            raise  # a process that is killed leaves its files, and no mark
         except BaseException as error:
             failure = error
             _remove_incomplete(folder, tree, token)
@@ -171,8 +176,15 @@ def write(folder: Path, tree: TreeSnapshot, token: str, timeout: float) -> None:
         meet()  # also if this device has failed: the others of a virtual mesh wait for it here
         if failure is not None:
             raise failure
+        _reach_save(tree, *tree.shares)
         with named_errors(f"{folder} cannot be committed"):
             _commit(folder, tree, token, device, timeout)
+
+
+def _reach_save(tree: TreeSnapshot, *devices: int) -> None:
+    """Reach a moment of the save as some devices."""
+    if listeners and tree.mesh is not None:
+        reach_on(tree.mesh, "save", devices)
 
 
 def _make_checkpoint_folder(folder: Path) -> None:
@@ -241,6 +253,7 @@ def _write_share(
         for chunk in x.values.split(max(1, _STEP // x.values.itemsize)):
             file.write(bytes_of(chunk.cpu()))
     file.close()
+    _reach_save(tree, device)
 
     manifest = {
         "device": device,

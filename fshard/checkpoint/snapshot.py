@@ -63,15 +63,22 @@ class TreeSnapshot:
         shares: the ranges by device, in the order of its file.
         replicas: by device the digest of its shard of each array, "" of those that no other device
             has.
-        ranks: of the processes that write, by their device; None for virtual devices.
+        mesh: of the devices that write; None for a process without others.
         wait: returns when the values of the ranges are there.
     """
 
     index: Index
     shares: Mapping[int, Sequence[WrittenRange]]
     replicas: Mapping[int, Sequence[str]]
-    ranks: Sequence[int] | None = None
+    mesh: Mesh | None = None
     wait: Callable[[], object] = tuple
+
+    @property
+    def ranks(self) -> Sequence[int] | None:
+        """The ranks of the processes that write, by their device; None for virtual devices."""
+        if self.mesh is None or self.mesh.runtime != "process":
+            return None
+        return self.mesh.devices
 
     def staged(self, staging: dict[int, Tensor]) -> TreeSnapshot:
         """Start a copy on the host, in `staging` by device, which the next copy reuses.
@@ -98,7 +105,7 @@ class TreeSnapshot:
                 copies.append(copied)
                 shares[device].append(x._replace(values=copied))
         wait = start_read(originals, copies)
-        return TreeSnapshot(self.index, shares, self.replicas, self.ranks, wait)
+        return TreeSnapshot(self.index, shares, self.replicas, self.mesh, wait)
 
 
 def snapshot_of(
@@ -132,11 +139,16 @@ def snapshot_of(
     entries = _entries(stored, size)
     index = Index(size, entries, [*ties.values()], values, _numbers(metrics))
     shares = {device: [*_share(index, tensors, device)] for device in devices}
+<<<<<<< HEAD
     ranks = None
     if mesh is not None and mesh.runtime == "process":
         ranks = mesh.devices
     replicas = _replica_digests(entries, tensors, devices) if compare else {}
     return TreeSnapshot(index, shares, replicas, ranks)
+=======
+    writers = None if mesh is None else mesh.root
+    return TreeSnapshot(index, shares, _replica_digests(entries, tensors, devices), writers)
+>>>>>>> kill
 
 
 def _entries(

@@ -3,6 +3,7 @@
 certify        compares a sharded training run with one on one device: of loss functions, modules
                and optimizers
 programs       certifies a program of plain torch.distributed: `certify_program`, `fshard certify`
+kill           kills devices at chosen moments: `kill`, `moments`
 processes      runs a function in several processes: `run_processes(fn, n)`
 plugin         for pytest: the `mesh` fixture and marker
 strategies     draws meshes, layouts, tensors and trees for hypothesis
@@ -20,6 +21,7 @@ from fshard.testing.certify import (
     check_elementwise,
     dyadic_like,
 )
+from fshard.testing.kill import kill, moments
 from fshard.testing.processes import Processes, run_processes
 from fshard.testing.programs import certify_program
 
@@ -39,5 +41,7 @@ __all__ = [
     "certify_program",
     "check_elementwise",
     "dyadic_like",
+    "kill",
+    "moments",
     "run_processes",
 ]

@@ -31,6 +31,7 @@ from fshard.errors import MismatchError, PromiseError
 from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.collectives.moves import Psum
 from fshard.mesh.layout import as_written
+from fshard.mesh.runtimes.moments import listeners, reach
 from fshard.mesh.runtimes.watch import watching
 from fshard.mesh.spmd.global_inputs import digest
 from fshard.mesh.spmd.scope import Group
@@ -386,6 +387,8 @@ def reduce_rows(rows: tuple[Tensor, ...], group: Group | None, site: Site) -> tu
     """
     if group is None or group.size == 1:
         return rows
+    if listeners:
+        reach("agree")
     psum = Bound(Psum(), group, site).run
     if len({row.device for row in rows}) == 1:
         return psum(rows)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fshard.errors import FshardError
 from fshard.mesh.layout import PyTree
+from fshard.mesh.runtimes.moments import listeners, reach
 from fshard.mesh.spmd.global_inputs import digest
 from fshard.mesh.spmd.scope import Group, require
 from fshard.transforms.agreement import (
@@ -190,6 +191,8 @@ class ModelStep:
         Units are unsharded as it uses them. Without a backward it need not be recorded: then there
         are no saved-tensor hooks, which torch.func refuses.
         """
+        if listeners:
+            reach("forward")
         batch = self.slices.batch.tree(turn.slice.leaves, self.options.compute)
         with self.runtime.saved.watch() if is_recorded else nullcontext():
             return function(self.params(), *buffers, batch)
@@ -232,6 +235,8 @@ class ModelStep:
                 `.grad`.
             retain_graph: keep the graph, for another backward.
         """
+        if listeners:
+            reach("backward")
         runtime, collectives = self.runtime, self.slices.collectives
         accumulate_into: AccumulateInto | None = None
         if self.trees is not None:

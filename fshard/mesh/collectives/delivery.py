@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.layout.counting import counting, without_counters
+from fshard.mesh.runtimes.moments import listeners, reach_as
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
@@ -67,6 +68,8 @@ class Delivery:
 def world_of(group: Group) -> World:
     """Return the world that runs a group's collectives; within a limit, one that counts results."""
     world = group.world.current()
+    if listeners and group.size > 1:
+        reach_as(group.number, "collective", world.runtime)
     if counting().counters:
         return cast("World", _CountedWorld(world))
     return world

@@ -60,6 +60,7 @@ class AbstractWorld(OneProcessWorld):
     """Answers every collective with empty tensors of the right shape."""
 
     has_values = False
+    runtime = "abstract"
 
     def __init__(self) -> None:
         self.scopes: dict[object, Scope] = {}

@@ -96,6 +96,7 @@ class ProcessWorld:
     """The world of processes, seen from this one."""
 
     has_values = True
+    runtime = "process"
 
     def __init__(self, timeout: timedelta, device_type: str) -> None:
         self.rank = dist.get_rank()

@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fshard.errors import DeadlockError, MismatchError, PromiseError, ScopeError
+from fshard.errors import (
+    DeadlockError,
+    LostProcessError,
+    MismatchError,
+    PromiseError,
+    ScopeError,
+)
 from fshard.mesh.collectives.ledger import active, writing_to
 from fshard.mesh.collectives.moves import (
     AWAITED_COTANGENTS,
@@ -41,6 +47,7 @@ from fshard.mesh.layout import dtype_name, shortened
 from fshard.mesh.layout.packing import cast
 from fshard.mesh.runtimes.abstract import Done, OneProcessWorld
 from fshard.mesh.runtimes.device_threads import DeviceThreads, Stopped
+from fshard.mesh.runtimes.moments import Killed, dead
 from fshard.mesh.runtimes.thread_state import (
     ThreadState,
     has_open_modes,
@@ -86,7 +93,7 @@ class CollectiveSlot:
 
     Args:
         call: the collective, as the first device calls it.
-        n: the size of the group.
+        group: that of the first device.
         values: the tensors of each index that has arrived.
         sites: the line of each index that has arrived.
         waiting: the devices to wake when the results are there.
@@ -94,7 +101,7 @@ class CollectiveSlot:
     """
 
     call: VirtualCall
-    n: int
+    group: Group
     values: dict[int, tuple[Tensor, ...]] = field(default_factory=dict[int, tuple[Tensor, ...]])
     sites: dict[int, Site] = field(default_factory=dict[int, "Site"])
     waiting: list[int] = field(default_factory=list[int])
@@ -133,6 +140,7 @@ class Parcel:
     """
 
     world: VirtualWorld
+    group: Group
     route: tuple[int, int]
     device: int
     likes: tuple[Tensor, ...]
@@ -171,13 +179,14 @@ class Parcel:
 
 
 class VirtualMessage(NamedTuple):
-    """A message between virtual devices: its tensors, its sender and its purpose.
+    """A message between virtual devices: its tensors, its group, its sender and its purpose.
 
     `number` is that of the message whose cotangents it has, `send_site` the line where the other
     device has sent that message.
     """
 
     tensors: tuple[Tensor, ...]
+    group: Group
     purpose: Purpose
     number: int | None
     send_site: Site | None
@@ -213,10 +222,25 @@ class VirtualMessage(NamedTuple):
 # A lock around each run would deadlock where one run waits for the other, by a queue of the user's.
 
 
+# Note [Loss of a virtual device]
+# `fs.testing.kill` ends a device as SIGKILL ends a process. Its thread unwinds by `Killed`, which
+# runs no more of the program. The others find out as processes do: where they wait for a collective
+# or a message on a mesh that has the dead device, or start one, each raises `LostProcessError` in
+# its own thread. Who catches it goes on in the same run, on meshes of survivors. So what was under
+# way on meshes that are broken is dropped: it would meet the messages of later meshes.
+#
+#     device 0   psum......LostProcessError              caught: psum over (0, 2) ...
+#     device 1        Killed
+#     device 2                          LostProcessError   caught: psum over (0, 2)
+#
+# The caller of the run gets the error, unless each survivor has caught it.
+
+
 class VirtualWorld(OneProcessWorld):
     """The threads of one run and their shared state."""
 
     has_values = True
+    runtime = "virtual"
     _threads: DeviceThreads
 
     def __init__(self, mesh: Mesh) -> None:
@@ -232,6 +256,9 @@ class VirtualWorld(OneProcessWorld):
         self._failure: tuple[int, BaseException] | None = None
         self._stopping = False
         self._is_over = False
+        # See Note [Loss of a virtual device].
+        self._has_lost = False
+        self._informed: set[int] = set()  # the threads that have raised for the loss
         # The threads by the numbers of their devices in the world; None if they are equal.
         self._threads_by_number: dict[int, int] | None = None
         if mesh.numbers is not None:
@@ -278,6 +305,8 @@ class VirtualWorld(OneProcessWorld):
                 device 0: see Note [Baton and random states].
             keep: let the threads stay for the next run.
         """
+        if dead:
+            self._validate_alive(self.mesh.devices)
         if self.mesh.size == 1:
             return [self._run_single_device(body, random)]
 
@@ -307,6 +336,8 @@ class VirtualWorld(OneProcessWorld):
                             threads.reusable = False
                     if device == 0:
                         self._random[0] = random_state(kind)
+            except Killed:
+                self._lose_devices()
             except BaseException as error:
                 self._stop_with_error(device, error)
             self._finish_device(device)
@@ -320,6 +351,8 @@ class VirtualWorld(OneProcessWorld):
 
         if self._failure is not None:
             self._raise_error_of(*self._failure)
+        if self._has_lost and not self._has_recovered():
+            self._validate_alive(self.mesh.devices)
         self._check_nothing_left()
         # A thread that is about to sleep may still have `run_device`, and with it these lists.
         returned = [*results]
@@ -341,6 +374,8 @@ class VirtualWorld(OneProcessWorld):
                 if random is not None:
                     set_random_state(kind, random)
                 result = body(0)
+        except Killed:
+            raise lost_error(self.mesh) from None
         except Exception as error:
             self._raise_error_of(0, error)
         finally:
@@ -352,7 +387,8 @@ class VirtualWorld(OneProcessWorld):
 
     def _raise_error_of(self, device: int, error: BaseException) -> NoReturn:
         # These errors name the devices themselves.
-        if not isinstance(error, DeadlockError | MismatchError | PromiseError):
+        named = DeadlockError | LostProcessError | MismatchError | PromiseError
+        if not isinstance(error, named):
             error.add_note(f"raised on {self.name(device)} of {self.mesh}")
         if "Nested forward mode AD" in str(error):
             error.add_note(
@@ -370,6 +406,62 @@ class VirtualWorld(OneProcessWorld):
         """Let every device unwind when it is woken."""
         self._stopping = True
 
+    # -- lost devices ------------------------------------------------------------------------------
+
+    def _lose_devices(self) -> None:
+        """Wake the devices that wait on a mesh with a dead one, and drop what is under way there.
+
+        See Note [Loss of a virtual device].
+        """
+        self._has_lost = True
+        for device, status in enumerate(self._status):
+            is_waiting = isinstance(status, Arrival | Parcel) and device in self._unfinished
+            if not is_waiting or device in self._ready:
+                continue
+            if self._is_broken(status.group):
+                self._ready.append(device)
+
+        for slots in self._slots.values():
+            intact_slots = [slot for slot in slots if not self._is_broken(slot.group)]
+            slots.clear()
+            slots.extend(intact_slots)
+        for messages in self.mail.values():
+            intact_messages = [x for x in messages if not self._is_broken(x.group)]
+            messages.clear()
+            messages.extend(intact_messages)
+        for route, device in [*self.listening.items()]:
+            status = self._status[device]
+            if isinstance(status, Parcel) and self._is_broken(status.group):
+                del self.listening[route]
+        self.message_counts.clear()  # both ends may have counted other messages of a broken mesh
+
+    def _is_broken(self, group: Group) -> bool:
+        """Return True if the mesh of a group has a dead device."""
+        return not dead.keys().isdisjoint(self._devices_of(group))
+
+    def _devices_of(self, group: Group) -> tuple[int, ...]:
+        """Return the numbers of the devices of a group's mesh."""
+        return self.mesh.devices if group.numbers is None else group.numbers
+
+    def _validate_loss(self, group: Group) -> None:
+        """Raise in the calling device if it, or another device of its mesh, was killed."""
+        if group.number in dead:
+            raise Killed
+        if self._is_broken(group):
+            self._informed.add(self.thread_of(group))
+            self._validate_alive(self._devices_of(group))
+
+    def _validate_alive(self, numbers: Sequence[int]) -> None:
+        """Raise if one of some devices was killed."""
+        if not dead.keys().isdisjoint(numbers):
+            raise lost_error(self.mesh)
+
+    def _has_recovered(self) -> bool:
+        """Return True if there are survivors, and each has raised for the loss."""
+        threads = enumerate(self.mesh.devices)
+        survivors = {thread for thread, number in threads if number not in dead}
+        return bool(survivors) and survivors <= self._informed
+
     # -- the baton ---------------------------------------------------------------------------------
 
     def park(self, device: int, pending: Arrival | Parcel) -> None:
@@ -377,6 +469,8 @@ class VirtualWorld(OneProcessWorld):
 
         The order is that of Note [Baton and random states].
         """
+        if self._has_lost:
+            self._validate_loss(pending.group)
         self._status[device] = pending
         if not self._ready:
             raise self._deadlock_error()
@@ -387,6 +481,8 @@ class VirtualWorld(OneProcessWorld):
             raise Stopped
         set_random_state(self.mesh.device_type, self._random[device])
         self._status[device] = "is running"
+        if self._has_lost:
+            self._validate_loss(pending.group)
 
     def _finish_device(self, device: int) -> None:
         """Wake the next device, or end the run if this was the last one.
@@ -451,6 +547,8 @@ class VirtualWorld(OneProcessWorld):
         """Add this device's tensors to a collective; the last device of the group computes it."""
         if self._stopping:
             raise Stopped
+        if self._has_lost:
+            self._validate_loss(group)
         if dtype is not None:
             xs = tuple(cast(xs, [dtype] * len(xs)))
         if group.size == 1:
@@ -463,7 +561,7 @@ class VirtualWorld(OneProcessWorld):
         call = VirtualCall(move, _signature(xs), group.axes, purpose, site.leaves, numbers)
         slot = next((slot for slot in slots if index not in slot.values), None)
         if slot is None:
-            slot = CollectiveSlot(call, group.size)
+            slot = CollectiveSlot(call, group)
             slots.append(slot)
         elif call != slot.call:
             self._raise_mismatch(slot, call, group, site)
@@ -474,7 +572,7 @@ class VirtualWorld(OneProcessWorld):
 
         slot.values[index] = xs
         slot.sites[index] = site
-        if len(slot.values) == slot.n:
+        if len(slot.values) == group.size:
             slots.remove(slot)
             slot.results = _compute_results(slot)
             slot.values = {}  # arguments must not live as long as results
@@ -512,11 +610,15 @@ class VirtualWorld(OneProcessWorld):
         """Put copies into the mail; the sender runs on."""
         if self._stopping:
             raise Stopped
+        if self._has_lost:
+            self._validate_loss(group)
         sender = self.thread_of(group)
         route = (sender, self._thread(group.members[to]))
         copies = tuple([x.detach().clone() for x in xs])
         send_site = None if number is None else _count_of_peer(group, to, "sent").site_of(number)
-        message = VirtualMessage(copies, purpose, number, send_site, self.name(sender), site)
+        message = VirtualMessage(
+            copies, group, purpose, number, send_site, self.name(sender), site
+        )
         self.mail[route].append(message)
         if route in self.listening:
             self._ready.append(self.listening.pop(route))
@@ -533,10 +635,12 @@ class VirtualWorld(OneProcessWorld):
         """Request the next message of the device at index `source`."""
         if self._stopping:
             raise Stopped
+        if self._has_lost:
+            self._validate_loss(group)
         receiver = self.thread_of(group)
         route = (self._thread(group.members[source]), receiver)
         count = None if number is None else _count_of_peer(group, source, "received")
-        return Parcel(self, route, receiver, likes, site, purpose, number, count)
+        return Parcel(self, group, route, receiver, likes, site, purpose, number, count)
 
     def _check_nothing_left(self) -> None:
         lines: set[str] = set()
@@ -572,6 +676,19 @@ def device_names(mesh: Mesh) -> list[str]:
         text = ", ".join([f"{axis}={coordinate}" for axis, coordinate in coordinates])
         names.append(f"device ({text})")
     return names
+
+
+def lost_error(mesh: Mesh) -> LostProcessError:
+    """Return the error of a mesh with devices that were killed."""
+    names = device_names(mesh)
+    texts: list[str] = []
+    for device, number in enumerate(mesh.devices):
+        if number in dead:
+            texts.append(f"{names[device]}, number {number}, was killed at {dead[number]}")
+    return LostProcessError(
+        f"{mesh} has lost devices: {'; '.join(texts)}. Go on with a mesh without them.",
+        lost=tuple(sorted(dead)),
+    )
 
 
 def _table_of_devices(lines: list[tuple[str, str]]) -> str:
@@ -619,7 +736,7 @@ def _compute_results(slot: CollectiveSlot) -> list[tuple[Tensor, ...]]:
     # Autograd does not record this, since a collective is one node of its graph on each device.
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         for number in range(len(slot.call.signature)):
-            arguments = [slot.values[index][number] for index in range(slot.n)]
+            arguments = [slot.values[index][number] for index in range(slot.group.size)]
             seen = {*map(id, arguments)}
             column: list[Tensor] = []
             for result in slot.call.move.meaning(arguments):

@@ -10,7 +10,7 @@ immediately, captured ones where they meet a tensor without values (`Valueless`)
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +32,9 @@ from fshard.mesh.layout import Mesh, flatten, require_mesh, unflatten
 from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.counting import without_counters
 from fshard.mesh.runtimes.abstract import AbstractWorld, representative
+from fshard.mesh.runtimes.moments import Killed, Phase, reach_as
 from fshard.mesh.runtimes.process import ProcessWorld
-from fshard.mesh.runtimes.virtual import VirtualWorld
+from fshard.mesh.runtimes.virtual import VirtualWorld, lost_error
 from fshard.mesh.runtimes.watch import watching
 from fshard.mesh.spmd.scope import Scope, entered, here, require
 from fshard.source import call_site
@@ -116,6 +117,23 @@ def local_devices(mesh: Mesh) -> tuple[int, ...]:
     if is_outside(mesh):
         return tuple(range(mesh.size))
     return (mesh.local_index(device_of(mesh)),)
+
+
+def reach_on(mesh: Mesh, phase: Phase, devices: Iterable[int] | None = None) -> None:
+    """Tell the listeners that the caller's devices have reached a phase, in code that runs for all.
+
+    `devices` are their numbers in the mesh; by default all that the caller has. Outside of a run no
+    thread is that of a killed device, so `LostProcessError` is raised at once.
+    """
+    if not is_outside(mesh):
+        reach_as(mesh.devices[device_of(mesh)], phase, mesh.runtime)
+        return
+    mesh = mesh if mesh.parent is None else mesh.first_row
+    try:
+        for device in range(mesh.size) if devices is None else devices:
+            reach_as(mesh.devices[device], phase, mesh.runtime)
+    except Killed:
+        raise lost_error(mesh) from None
 
 
 def agree(mesh: Mesh, call: str) -> None:

@@ -36,6 +36,7 @@ from fshard.source import Site
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
+    from fshard.mesh.layout.mesh import Runtime
 
 
 @dataclass(eq=False)
@@ -390,6 +391,11 @@ class World(Protocol):
     @property
     def has_values(self) -> bool:
         """True if tensors have data; False on an abstract mesh."""
+        ...
+
+    @property
+    def runtime(self) -> Runtime:
+        """The kind of devices."""
         ...
 
     @property

@@ -21,6 +21,7 @@ from fshard.mesh.collectives.api import axis_index, psum
 from fshard.mesh.layout import Layout, Mesh, PyTree, flatten, map_leaves
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard
+from fshard.mesh.runtimes.moments import listeners, reach
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaf, Leaves, each_list, undifferentiable
 from fshard.optim.per_device.run import device_optimizer
@@ -143,6 +144,8 @@ class Compression:
 
         Unless all are finite, the total is nan and the state does not change.
         """
+        if listeners:
+            reach("reduce")
         handle = handles.get((axis, axis_index(self._mesh.axis_names)))
         started = [] if handle is None else [handle]
         total, _, after = self._compressors[axis].reduce(grads, state, axis, *started)

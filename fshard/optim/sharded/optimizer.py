@@ -28,7 +28,8 @@ from fshard.memory.state import Update, UpdateOn
 from fshard.mesh.layout import Layout, Memory, Mesh, PyTree, path_text
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal, reshard_all
-from fshard.mesh.spmd.run import resolve_mesh
+from fshard.mesh.runtimes.moments import listeners
+from fshard.mesh.spmd.run import reach_on, resolve_mesh
 from fshard.optim.contract import DonatingStep, Optimizer, step_of
 from fshard.optim.leaves import Leaf, Leaves, kind_of, trainable
 from fshard.optim.sharded.compression import Compression, are_unreduced
@@ -190,6 +191,8 @@ class ShardedOptimizer:
             compressors = state["compress"]
             state = state["inner"]
 
+        if listeners:
+            reach_on(self.layouts.mesh, "update")
         work = None
         collected = None
         if self.layouts.is_divided:

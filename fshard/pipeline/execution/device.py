@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from fshard.mesh.layout import PyTree, unflatten
 from fshard.mesh.layout.sharded import flatten_shards
+from fshard.mesh.runtimes.moments import listeners, reach
 from fshard.mesh.spmd.scope import Group
 from fshard.pipeline.execution.leaves import StageValue, as_output, first_value
 from fshard.pipeline.execution.mailbox import Content, Forms, Mailbox
@@ -151,6 +152,8 @@ class StageDevice:
     # -- the actions of a row ----------------------------------------------------------------------
 
     def _forward(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
+        if listeners:
+            reach("forward")
         values: list[StageValue] = []
         for message, source in routed.inputs:  # (4)
             values.append(StageValue(*self._receive(message, source)))
@@ -211,6 +214,8 @@ class StageDevice:
 
     def _backward(self, routed: RoutedAction, stage: int, microbatch: int) -> None:
         """Run a full backward (B), or its first half (I)."""
+        if listeners:
+            reach("backward")
         record = self.records.pop((stage, microbatch))
         cotangents: list[Tensor | None] = []
         for message, source in routed.inputs:
@@ -243,6 +248,8 @@ class StageDevice:
             self.work.add_gradients(stage, microbatch, gws)  # (8)
 
     def _backward_weight(self, _: RoutedAction, stage: int, microbatch: int) -> None:
+        if listeners:
+            reach("backward")
         self.work.edges(stage)  # waits until the stage is unsharded
         gws = self.weight_backwards.pop((stage, microbatch))()
         if gws is not None:

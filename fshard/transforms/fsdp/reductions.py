@@ -34,6 +34,7 @@ from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.layout.packing import cast
 from fshard.mesh.reshard.execute import StartedReshard, start_reshard
+from fshard.mesh.runtimes.moments import listeners, reach
 from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
@@ -198,6 +199,8 @@ class Reducer:
         """Start the reduction of the bucket, after the next round of those in flight."""
         if not self._bucket:
             return
+        if listeners:
+            reach("reduce")
         indices, xs = zip(*self._bucket, strict=True)
         self._clear()
         self._advance()
