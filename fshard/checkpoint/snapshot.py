@@ -139,16 +139,9 @@ def snapshot_of(
     entries = _entries(stored, size)
     index = Index(size, entries, [*ties.values()], values, _numbers(metrics))
     shares = {device: [*_share(index, tensors, device)] for device in devices}
-<<<<<<< HEAD
-    ranks = None
-    if mesh is not None and mesh.runtime == "process":
-        ranks = mesh.devices
-    replicas = _replica_digests(entries, tensors, devices) if compare else {}
-    return TreeSnapshot(index, shares, replicas, ranks)
-=======
     writers = None if mesh is None else mesh.root
-    return TreeSnapshot(index, shares, _replica_digests(entries, tensors, devices), writers)
->>>>>>> kill
+    replicas = _replica_digests(entries, tensors, devices) if compare else {}
+    return TreeSnapshot(index, shares, replicas, writers)
 
 
 def _entries(

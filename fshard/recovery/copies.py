@@ -27,6 +27,7 @@ from fshard.mesh.collectives.moves import Permute
 from fshard.mesh.layout import Memory, Mesh, PyTree
 from fshard.mesh.layout.kinds import empty_in, owned_by
 from fshard.mesh.reshard.between import mesh_of_numbers
+from fshard.mesh.runtimes.moments import listeners, reach
 from fshard.mesh.runtimes.process import machines_of
 from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.mesh.spmd.scope import Pending
@@ -199,6 +200,8 @@ class Copies:
             row = memory[device]
             own_shares = {device: row[: sizes[device]]}
             shelf.versions.insert(0, Version(key, step, text, len(sizes), own_shares, row))
+            if listeners:
+                reach("copy")
             for shift in shifts:
                 owner = (device - shift) % len(sizes)
                 call = start(_ring(len(sizes), shift), row)
