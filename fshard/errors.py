@@ -12,6 +12,7 @@ __all__ = [
     "FshardError",
     "LayoutError",
     "LostProcessError",
+    "LostStateError",
     "MemoryLimitError",
     "MeshError",
     "MismatchError",
@@ -78,6 +79,10 @@ class LostProcessError(FshardError, RuntimeError):
     def __init__(self, *args: object, lost: tuple[int, ...] = ()) -> None:
         super().__init__(*args)
         self.lost = lost
+
+
+class LostStateError(FshardError, RuntimeError):
+    """More devices of an elastic run were lost at once than its copies outlive."""
 
 
 class OptimizerError(FshardError, ValueError):

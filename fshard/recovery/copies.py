@@ -59,6 +59,7 @@ class Version:
         owners: the number of devices that have a share of it.
         shares: bytes by owner: its own share, and those of others that have arrived.
         memory: of its own share.
+        is_first: True if nothing was saved before it.
     """
 
     key: Key
@@ -67,6 +68,7 @@ class Version:
     owners: int
     shares: dict[int, Tensor]
     memory: Tensor
+    is_first: bool = False
 
 
 class Arriving(NamedTuple):
@@ -141,6 +143,7 @@ class Copies:
         self._count = count
         self._memory: Memory = memory
         self._generation = 0
+        self._began_anew = True
         self._mesh: Mesh | None = None
         self._names: Sequence[int] = ()
 
@@ -154,6 +157,7 @@ class Copies:
             key: of the version that it begins with.
         """
         self._generation = generation
+        self._began_anew = key is None
         self._mesh = mesh
         self._names = names
         for shelf in self.shelves.values():
@@ -199,7 +203,9 @@ class Copies:
             key = Key(self._generation, shelf.saved)
             row = memory[device]
             own_shares = {device: row[: sizes[device]]}
-            shelf.versions.insert(0, Version(key, step, text, len(sizes), own_shares, row))
+            is_first = self._began_anew and shelf.saved == 1
+            version = Version(key, step, text, len(sizes), own_shares, row, is_first)
+            shelf.versions.insert(0, version)
             if listeners:
                 reach("copy")
             for shift in shifts:

@@ -35,7 +35,7 @@ from fshard.recovery.copies import RANDOM, TREE, Copies
 from fshard.recovery.crew import Crew, MakeMesh, ProcessCrew, VirtualCrew, largest_mesh
 from fshard.recovery.members import Members
 from fshard.recovery.source import SharesInMemory
-from fshard.recovery.survey import Found, LostSharesError
+from fshard.recovery.survey import Found
 
 Result = TypeVar("Result")
 
@@ -309,7 +309,7 @@ class Elastic(Generic[Result]):
         """Find the version to go on from; None: that of the folder, or the run begins anew."""
         try:
             return crew.find(copies, mesh)
-        except LostSharesError:
+        except LostStateError:
             if self._folder is None:
                 raise
             return None

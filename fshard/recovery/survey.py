@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fshard.checkpoint.index import Index, index_of
+from fshard.errors import LostStateError
 from fshard.mesh.layout import Mesh
 from fshard.mesh.reshard.rounds import ROUND
 from fshard.mesh.spmd.run import run_on_devices
@@ -30,7 +31,9 @@ from fshard.recovery.exchange import Piece, all_bytes, fetch
 class Holding(NamedTuple):
     """A share that a device has: its version, its owner, its bytes, and the device's name.
 
-    `owners`: the number of shares of the version.
+    Args:
+        owners: the number of shares of the version.
+        is_first: True if nothing was saved before the version.
     """
 
     key: Key
@@ -38,6 +41,7 @@ class Holding(NamedTuple):
     owner: int
     size: int
     name: int
+    is_first: bool
 
 
 @dataclass(frozen=True)
@@ -65,33 +69,35 @@ def holdings(shelves: Mapping[int, Shelf]) -> list[Holding]:
     for name, shelf in shelves.items():
         for version in shelf.versions:
             for owner, share in version.shares.items():
-                result.append(Holding(version.key, version.owners, owner, len(share), name))
+                row = Holding(
+                    version.key, version.owners, owner, len(share), name, version.is_first
+                )
+                result.append(row)
     return result
 
 
-class LostSharesError(Exception):
-    """Versions were saved, and of each a share is lost."""
-
-
 def choose(table: Iterable[Holding]) -> tuple[Key, dict[int, list[Holding]]] | None:
-    """Return the last version whose shares are all there, and who has each; None without versions.
+    """Return the last version whose shares are all there, and who has each.
 
-    Raise a `LostSharesError` if there are versions, but each lacks a share.
+    None if there was none yet: the first one may not have been complete. Raise a `LostStateError`
+    if there were others.
     """
     versions: dict[Key, dict[int, list[Holding]]] = defaultdict(lambda: defaultdict(list))
     missing: set[int] = set()
+    has_others = False
     for row in table:
         versions[row.key][row.owner].append(row)
+        has_others |= not row.is_first
     for key in sorted(versions, reverse=True):
         holders = versions[key]
         owners = next(iter(holders.values()))[0].owners
         missing = {*range(owners)} - {*holders}
         if not missing:
             return key, holders
-    if not versions:
+    if not has_others:
         return None
     shown = ", ".join(map(str, sorted(missing)))
-    raise LostSharesError(
+    raise LostStateError(
         f"fs.elastic: too many devices were lost at once: none that is left has the state of device "
         f"{shown} of the mesh before. More copies outlive more losses (copies=2), and with "
         "folder=fs.Checkpoints(...) a run goes back to its last checkpoint."
