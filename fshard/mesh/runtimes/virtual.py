@@ -324,7 +324,7 @@ class VirtualWorld(OneProcessWorld):
 
         def run_device(device: int) -> None:
             try:
-                if not self._stopping:
+                if not self._stopping and self.mesh.devices[device] not in dead:
                     set_random_state(kind, self._random[device])
                     self._status[device] = "is running"
                     undo = state.set()
@@ -418,11 +418,8 @@ class VirtualWorld(OneProcessWorld):
         See Note [Loss of a virtual device].
         """
         self._has_lost = True
-        for device, status in enumerate(self._status):
-            is_waiting = isinstance(status, Arrival | Parcel) and device in self._unfinished
-            if not is_waiting or device in self._ready:
-                continue
-            if self._is_broken(status.group):
+        for device in self._unfinished:
+            if device not in self._ready and self._waits_in_vain(device):
                 self._ready.append(device)
 
         for slots in self._slots.values():
@@ -434,10 +431,14 @@ class VirtualWorld(OneProcessWorld):
             messages.clear()
             messages.extend(intact_messages)
         for route, device in [*self.listening.items()]:
-            status = self._status[device]
-            if isinstance(status, Parcel) and self._is_broken(status.group):
+            if self._waits_in_vain(device):
                 del self.listening[route]
         self.message_counts.clear()  # both ends may have counted other messages of a broken mesh
+
+    def _waits_in_vain(self, device: int) -> bool:
+        """Return True if a device waits for a collective or a message on a broken mesh."""
+        pending = self._status[device]
+        return isinstance(pending, Arrival | Parcel) and self._is_broken(pending.group)
 
     def _is_broken(self, group: Group) -> bool:
         """Return True if the mesh of a group has a dead device."""
