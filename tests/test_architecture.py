@@ -281,7 +281,7 @@ MESH_LAYERS = (
         "reshard.exchange",
         "reshard.regions",
     ),  # collectives as data
-    ("spmd.scope",),  # the device that code runs as, and its groups
+    ("spmd.scope", "spmd.moments"),  # the device that code runs as, and the phases it reaches
     ("runtimes", "shared_memory", "collectives.delivery"),  # worlds and transports
     ("collectives.autograd",),  # collectives as autograd Functions
     ("spmd.check_equal",),

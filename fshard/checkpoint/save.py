@@ -54,8 +54,8 @@ from fshard.checkpoint.snapshot import TreeSnapshot, as_device_of, snapshot_of
 from fshard.errors import CheckpointError, LostProcessError
 from fshard.mesh.collectives.api import broadcast, pmax
 from fshard.mesh.layout import PyTree
-from fshard.mesh.runtimes.moments import Killed, listeners
 from fshard.mesh.runtimes.process import has_ended
+from fshard.mesh.spmd.moments import Killed, listeners
 from fshard.mesh.spmd.run import reach_on
 from fshard.mesh.spmd.scope import here
 

@@ -7,7 +7,7 @@
             with fs.testing.kill(device, at=moment):
                 ...
 
-The phases are those of `fshard.mesh.runtimes.moments`.
+The phases are those of `fshard.mesh.spmd.moments`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 from fshard.errors import ScopeError
 from fshard.mesh.layout.mesh import Runtime
-from fshard.mesh.runtimes.moments import PHASES, Killed, Phase, dead, listeners
+from fshard.mesh.spmd.moments import PHASES, Killed, Phase, dead, listeners
 from fshard.mesh.spmd.scope import here
 
 Moment = tuple[Phase, int]

@@ -31,9 +31,9 @@ from fshard.errors import MismatchError, PromiseError
 from fshard.mesh.collectives.autograd import Bound
 from fshard.mesh.collectives.moves import Psum
 from fshard.mesh.layout import as_written
-from fshard.mesh.runtimes.moments import listeners, reach
 from fshard.mesh.runtimes.watch import watching
 from fshard.mesh.spmd.global_inputs import digest
+from fshard.mesh.spmd.moments import listeners, reach
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site
 from fshard.transforms.batch import Batch

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fshard.errors import FshardError
 from fshard.mesh.layout import PyTree
-from fshard.mesh.runtimes.moments import listeners, reach
 from fshard.mesh.spmd.global_inputs import digest
+from fshard.mesh.spmd.moments import listeners, reach
 from fshard.mesh.spmd.scope import Group, require
 from fshard.transforms.agreement import (
     SliceLoss,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.layout.counting import counting, without_counters
-from fshard.mesh.runtimes.moments import listeners, reach_as
+from fshard.mesh.spmd.moments import listeners, reach_as
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired

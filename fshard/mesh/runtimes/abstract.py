@@ -33,6 +33,7 @@ from fshard.source import Site, call_site, run_for_line
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
+    from fshard.mesh.layout.mesh import Runtime
     from fshard.mesh.spmd.scope import Group, Scope
 
 Result = TypeVar("Result")
@@ -60,7 +61,7 @@ class AbstractWorld(OneProcessWorld):
     """Answers every collective with empty tensors of the right shape."""
 
     has_values = False
-    runtime = "abstract"
+    runtime: Runtime = "abstract"
 
     def __init__(self) -> None:
         self.scopes: dict[object, Scope] = {}

@@ -55,6 +55,7 @@ from fshard.source import call_site
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
+    from fshard.mesh.layout.mesh import Runtime
     from fshard.mesh.spmd.scope import Group, Pending, Scope
     from fshard.source import Site
 
@@ -96,7 +97,7 @@ class ProcessWorld:
     """The world of processes, seen from this one."""
 
     has_values = True
-    runtime = "process"
+    runtime: Runtime = "process"
 
     def __init__(self, timeout: timedelta, device_type: str) -> None:
         self.rank = dist.get_rank()

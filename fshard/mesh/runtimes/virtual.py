@@ -47,7 +47,6 @@ from fshard.mesh.layout import dtype_name, shortened
 from fshard.mesh.layout.packing import cast
 from fshard.mesh.runtimes.abstract import Done, OneProcessWorld
 from fshard.mesh.runtimes.device_threads import DeviceThreads, Stopped
-from fshard.mesh.runtimes.moments import Killed, dead
 from fshard.mesh.runtimes.thread_state import (
     ThreadState,
     has_open_modes,
@@ -55,11 +54,12 @@ from fshard.mesh.runtimes.thread_state import (
     random_state,
     set_random_state,
 )
+from fshard.mesh.spmd.moments import Killed, dead
 from fshard.mesh.spmd.scope import MessageCount, MessageCounts, here
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Wired
-    from fshard.mesh.layout.mesh import Mesh
+    from fshard.mesh.layout.mesh import Mesh, Runtime
     from fshard.mesh.spmd.scope import Group
     from fshard.source import Site
 
@@ -226,7 +226,7 @@ class VirtualMessage(NamedTuple):
 # `fs.testing.kill` ends a device as SIGKILL ends a process. Its thread unwinds by `Killed`, which
 # runs no more of the program. The others find out as processes do: where they wait for a collective
 # or a message on a mesh that has the dead device, or start one, each raises `LostProcessError` in
-# its own thread. Who catches it goes on in the same run, on meshes of survivors. So what was under
+# its own thread. Who catches it continues in the same run, on meshes of survivors. So what was under
 # way on meshes that are broken is dropped: it would meet the messages of later meshes.
 #
 #     device 0   psum......LostProcessError              caught: psum over (0, 2) ...
@@ -240,7 +240,7 @@ class VirtualWorld(OneProcessWorld):
     """The threads of one run and their shared state."""
 
     has_values = True
-    runtime = "virtual"
+    runtime: Runtime = "virtual"
     _threads: DeviceThreads
 
     def __init__(self, mesh: Mesh) -> None:
@@ -305,8 +305,8 @@ class VirtualWorld(OneProcessWorld):
                 device 0: see Note [Baton and random states].
             keep: let the threads stay for the next run.
         """
-        if dead:
-            self._validate_alive(self.mesh.devices)
+        if dead and not dead.keys().isdisjoint(self.mesh.devices):
+            raise lost_error(self.mesh)
         if self.mesh.size == 1:
             return [self._run_single_device(body, random)]
 
@@ -324,7 +324,7 @@ class VirtualWorld(OneProcessWorld):
 
         def run_device(device: int) -> None:
             try:
-                if not self._stopping:
+                if not self._stopping and self.mesh.devices[device] not in dead:
                     set_random_state(kind, self._random[device])
                     self._status[device] = "is running"
                     undo = state.set()
@@ -349,11 +349,7 @@ class VirtualWorld(OneProcessWorld):
             self._is_over = True
         set_random_state(kind, self._random[0] if random is None else random_before)
 
-        if self._failure is not None:
-            self._raise_error_of(*self._failure)
-        if self._has_lost and not self._has_recovered():
-            self._validate_alive(self.mesh.devices)
-        self._check_nothing_left()
+        self._validate_end()
         # A thread that is about to sleep may still have `run_device`, and with it these lists.
         returned = [*results]
         results.clear()
@@ -385,6 +381,14 @@ class VirtualWorld(OneProcessWorld):
         self._check_nothing_left()
         return result
 
+    def _validate_end(self) -> None:
+        """Raise if a device has failed or was lost, or if something is left that was started."""
+        if self._failure is not None:
+            self._raise_error_of(*self._failure)
+        if self._has_lost and not self._has_recovered():
+            raise lost_error(self.mesh)
+        self._check_nothing_left()
+
     def _raise_error_of(self, device: int, error: BaseException) -> NoReturn:
         # These errors name the devices themselves.
         named = DeadlockError | LostProcessError | MismatchError | PromiseError
@@ -414,11 +418,8 @@ class VirtualWorld(OneProcessWorld):
         See Note [Loss of a virtual device].
         """
         self._has_lost = True
-        for device, status in enumerate(self._status):
-            is_waiting = isinstance(status, Arrival | Parcel) and device in self._unfinished
-            if not is_waiting or device in self._ready:
-                continue
-            if self._is_broken(status.group):
+        for device in self._unfinished:
+            if device not in self._ready and self._waits_in_vain(device):
                 self._ready.append(device)
 
         for slots in self._slots.values():
@@ -430,18 +431,19 @@ class VirtualWorld(OneProcessWorld):
             messages.clear()
             messages.extend(intact_messages)
         for route, device in [*self.listening.items()]:
-            status = self._status[device]
-            if isinstance(status, Parcel) and self._is_broken(status.group):
+            if self._waits_in_vain(device):
                 del self.listening[route]
         self.message_counts.clear()  # both ends may have counted other messages of a broken mesh
 
+    def _waits_in_vain(self, device: int) -> bool:
+        """Return True if a device waits for a collective or a message on a broken mesh."""
+        pending = self._status[device]
+        return isinstance(pending, Arrival | Parcel) and self._is_broken(pending.group)
+
     def _is_broken(self, group: Group) -> bool:
         """Return True if the mesh of a group has a dead device."""
-        return not dead.keys().isdisjoint(self._devices_of(group))
-
-    def _devices_of(self, group: Group) -> tuple[int, ...]:
-        """Return the numbers of the devices of a group's mesh."""
-        return self.mesh.devices if group.numbers is None else group.numbers
+        numbers = self.mesh.devices if group.numbers is None else group.numbers
+        return not dead.keys().isdisjoint(numbers)
 
     def _validate_loss(self, group: Group) -> None:
         """Raise in the calling device if it, or another device of its mesh, was killed."""
@@ -449,11 +451,6 @@ class VirtualWorld(OneProcessWorld):
             raise Killed
         if self._is_broken(group):
             self._informed.add(self.thread_of(group))
-            self._validate_alive(self._devices_of(group))
-
-    def _validate_alive(self, numbers: Sequence[int]) -> None:
-        """Raise if one of some devices was killed."""
-        if not dead.keys().isdisjoint(numbers):
             raise lost_error(self.mesh)
 
     def _has_recovered(self) -> bool:
@@ -616,9 +613,7 @@ class VirtualWorld(OneProcessWorld):
         route = (sender, self._thread(group.members[to]))
         copies = tuple([x.detach().clone() for x in xs])
         send_site = None if number is None else _count_of_peer(group, to, "sent").site_of(number)
-        message = VirtualMessage(
-            copies, group, purpose, number, send_site, self.name(sender), site
-        )
+        message = VirtualMessage(copies, group, purpose, number, send_site, self.name(sender), site)
         self.mail[route].append(message)
         if route in self.listening:
             self._ready.append(self.listening.pop(route))

@@ -32,10 +32,10 @@ from fshard.mesh.layout import Mesh, flatten, require_mesh, unflatten
 from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.counting import without_counters
 from fshard.mesh.runtimes.abstract import AbstractWorld, representative
-from fshard.mesh.runtimes.moments import Killed, Phase, reach_as
 from fshard.mesh.runtimes.process import ProcessWorld
 from fshard.mesh.runtimes.virtual import VirtualWorld, lost_error
 from fshard.mesh.runtimes.watch import watching
+from fshard.mesh.spmd.moments import Killed, Phase, reach_as
 from fshard.mesh.spmd.scope import Scope, entered, here, require
 from fshard.source import call_site
 from fshard.uncompiled import uncompiled
@@ -120,7 +120,7 @@ def local_devices(mesh: Mesh) -> tuple[int, ...]:
 
 
 def reach_on(mesh: Mesh, phase: Phase, devices: Iterable[int] | None = None) -> None:
-    """Tell the listeners that the caller's devices have reached a phase, in code that runs for all.
+    """Notify the listeners that the caller's devices have reached a phase, in code that runs for all.
 
     `devices` are their numbers in the mesh; by default all that the caller has. Outside of a run no
     thread is that of a killed device, so `LostProcessError` is raised at once.

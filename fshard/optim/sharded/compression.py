@@ -21,7 +21,7 @@ from fshard.mesh.collectives.api import axis_index, psum
 from fshard.mesh.layout import Layout, Mesh, PyTree, flatten, map_leaves
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import reshard
-from fshard.mesh.runtimes.moments import listeners, reach
+from fshard.mesh.spmd.moments import listeners, reach
 from fshard.optim.contract import Optimizer
 from fshard.optim.leaves import Leaf, Leaves, each_list, undifferentiable
 from fshard.optim.per_device.run import device_optimizer

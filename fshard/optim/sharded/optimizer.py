@@ -28,7 +28,7 @@ from fshard.memory.state import Update, UpdateOn
 from fshard.mesh.layout import Layout, Memory, Mesh, PyTree, path_text
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import put_equal, reshard_all
-from fshard.mesh.runtimes.moments import listeners
+from fshard.mesh.spmd.moments import listeners
 from fshard.mesh.spmd.run import reach_on, resolve_mesh
 from fshard.optim.contract import DonatingStep, Optimizer, step_of
 from fshard.optim.leaves import Leaf, Leaves, kind_of, trainable

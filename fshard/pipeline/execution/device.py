@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from fshard.mesh.layout import PyTree, unflatten
 from fshard.mesh.layout.sharded import flatten_shards
-from fshard.mesh.runtimes.moments import listeners, reach
+from fshard.mesh.spmd.moments import listeners, reach
 from fshard.mesh.spmd.scope import Group
 from fshard.pipeline.execution.leaves import StageValue, as_output, first_value
 from fshard.pipeline.execution.mailbox import Content, Forms, Mailbox

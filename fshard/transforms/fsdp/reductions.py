@@ -34,7 +34,7 @@ from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.layout.packing import cast
 from fshard.mesh.reshard.execute import StartedReshard, start_reshard
-from fshard.mesh.runtimes.moments import listeners, reach
+from fshard.mesh.spmd.moments import listeners, reach
 from fshard.mesh.spmd.run import local_devices
 from fshard.mesh.spmd.scope import Group
 from fshard.source import Site

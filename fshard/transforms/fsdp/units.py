@@ -27,7 +27,7 @@ from fshard.mesh.layout import Memory
 from fshard.mesh.layout.kinds import compute_device, empty_in
 from fshard.mesh.layout.packing import cast
 from fshard.mesh.reshard.execute import StartedReshard, start_reshard
-from fshard.mesh.runtimes.moments import listeners, reach
+from fshard.mesh.spmd.moments import listeners, reach
 from fshard.mesh.spmd.scope import Scope, entered, require
 from fshard.source import Site
 from fshard.transforms.fsdp.plans import UnitPlan

@@ -37,7 +37,7 @@ class Killed(BaseException):
     """Unwinds the thread of a virtual device that is killed; internal."""
 
 
-listeners: list[Callable[[Phase, int, "Runtime"], None]] = []
+listeners: list[Callable[[Phase, int, Runtime], None]] = []
 """Called with the phase that a device reaches, its number in the world, and the runtime.
 
 They are those of all threads, as the threads of autograd have no context of their own. They may
@@ -52,14 +52,14 @@ A run on a mesh that has one raises. Who numbers the survivors anew empties it.
 
 
 def reach(phase: Phase) -> None:
-    """Tell the listeners that the calling device has reached a phase."""
+    """Notify the listeners that the calling device has reached a phase."""
     scope = here()
     if scope is not None:
         reach_as(scope.number, phase, scope.mesh.runtime)
 
 
 def reach_as(number: int, phase: Phase, runtime: Runtime) -> None:
-    """Tell the listeners that the device with a number in the world has reached a phase."""
+    """Notify the listeners that the device with a number in the world has reached a phase."""
     if runtime == "abstract":
         return
     if runtime == "virtual" and number in dead:
