@@ -27,8 +27,8 @@ from fshard.mesh.collectives.moves import Permute
 from fshard.mesh.layout import Memory, Mesh, PyTree
 from fshard.mesh.layout.kinds import empty_in, owned_by
 from fshard.mesh.reshard.between import mesh_of_numbers
-from fshard.mesh.runtimes.moments import listeners, reach
 from fshard.mesh.runtimes.process import machines_of
+from fshard.mesh.spmd.moments import listeners, reach
 from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.mesh.spmd.scope import Pending
 from fshard.recovery.exchange import all_rows, start

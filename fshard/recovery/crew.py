@@ -13,6 +13,7 @@ from fshard.errors import CollectiveTimeoutError, LostProcessError, MeshError
 from fshard.mesh.layout import Mesh
 from fshard.mesh.reshard.between import mesh_of_numbers
 from fshard.mesh.runtimes import process
+from fshard.mesh.spmd import moments
 from fshard.mesh.spmd.run import run_on_devices
 from fshard.recovery.copies import Copies, Shelf
 from fshard.recovery.exchange import all_rows
@@ -78,7 +79,7 @@ class VirtualCrew:
         return self.names
 
     def is_loss(self, error: BaseException) -> bool:
-        return isinstance(error, LostProcessError) and bool(error.lost)
+        return isinstance(error, LostProcessError) and not {*self.names}.isdisjoint(error.lost)
 
     def has_joiners(self) -> bool:
         return self._wanted[0] > 0
@@ -86,6 +87,8 @@ class VirtualCrew:
     def regroup(self, error: BaseException | None) -> VirtualCrew:
         lost = error.lost if isinstance(error, LostProcessError) else ()
         names = [name for name in self.names if name not in lost]
+        for name in lost:
+            moments.dead.pop(name, None)  # from now on the number may be of another mesh's device
         if not names:
             raise LostProcessError("fs.elastic: all devices were lost.")
         if error is None:

@@ -26,7 +26,7 @@ from fshard.checkpoint.folder import Checkpoints
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.restore import RenamedSource, restore_from
 from fshard.checkpoint.snapshot import as_device_of
-from fshard.errors import CheckpointError, MeshError
+from fshard.errors import CheckpointError, LostStateError, MeshError
 from fshard.mesh.layout import Memory, Mesh, PyTree, use_mesh
 from fshard.mesh.layout.make import choose_device_type
 from fshard.mesh.reshard.between import mesh_of_numbers

@@ -138,7 +138,7 @@ def experts(run):
     def loss_fn(params, batch):
         x = batch["x"]
         routing = fs.experts.route(x @ params["router"], 2)
-        y, _ = fs.experts.moe(x, routing, params["experts"], axis="expert", batch=axes)
+        y, _ = fs.experts.moe(x, routing, params["experts"], axis="expert")
         return ((x + y) @ params["head"] - batch["y"]).square().mean()
 
     rules = fs.fsdp(axes, within={"experts.*": P("expert"), "**": P()})

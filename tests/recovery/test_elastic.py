@@ -5,13 +5,13 @@ elastic run: on one mesh, or moved to the smaller mesh by a checkpoint on disk.
 """
 
 import random
-from itertools import pairwise
+from contextlib import ExitStack
 
 import pytest
 import torch
 
 import fshard as fs
-from fshard import P
+from fshard.errors import LostStateError, MeshError
 from fshard.mesh.layout import flatten
 from tests.recovery.oracle import moved, undisturbed
 from tests.recovery.programs import PROGRAMS, PROGRAMS_OF_A_MESH, of_count, of_powers, zero
@@ -48,6 +48,14 @@ def some_of(reached, count=12):
     return chosen + every[: count - len(chosen)]
 
 
+def lost_at(moment_of_device):
+    """Return a context in which devices are killed, each at its moment."""
+    stack = ExitStack()
+    for device, moment in moment_of_device.items():
+        stack.enter_context(fs.testing.kill(device, at=moment))
+    return stack
+
+
 def check_kills(make_mesh, program, kills, expected_of):
     """Kill a device at a moment, in one run for each, and compare the ends."""
     for device, moment in kills:
@@ -69,7 +77,8 @@ def test_a_killed_device_changes_no_bit(name):
 
 
 @pytest.mark.parametrize("name", PROGRAMS_OF_A_MESH)
-def test_a_run_goes_on_as_one_that_moved_to_the_smaller_mesh(name, tmp_path):
+def test_a_run_goes_on_as_one_that_moved_to_the_smaller_mesh(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("FSHARD_DISK", str(tmp_path))
     make_mesh, program = PROGRAMS_OF_A_MESH[name]
     known = {}
 
@@ -94,3 +103,174 @@ def test_a_device_killed_at_any_moment_changes_no_bit(name):
     reached = moments_of(make_mesh, program)
     kills = [(device, moment) for device, row in reached.items() for moment in row]
     check_kills(make_mesh, program, kills, lambda generation: expected)
+
+
+# -- several losses --------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_to_the_last_device():
+    make_mesh, program = of_powers, zero
+    expected = undisturbed(make_mesh, program)
+
+    with lost_at({3: ("update", 0), 0: ("forward", 1), 1: ("copy", 2)}):
+        result, generations = run_elastic(make_mesh, program)
+
+    assert [generation.devices for generation in generations][-1] == (2,)
+    assert_equal_bits(result, expected, "one device")
+
+
+def test_devices_that_are_not_neighbours_may_be_lost_at_once():
+    expected = undisturbed(of_powers, zero)
+
+    with fs.testing.kill(0, 2, at=("reduce", 2)):
+        result, generations = run_elastic(of_powers, zero)
+
+    assert generations[1].lost == (0, 2)
+    assert_equal_bits(result, expected, "two devices")
+
+
+def test_neighbours_may_be_lost_at_once_with_two_copies():
+    expected = undisturbed(of_powers, zero)
+
+    with fs.testing.kill(1, 2, at=("update", 1)):
+        result, generations = run_elastic(of_powers, zero, copies=2)
+
+    assert generations[1].step == 1
+    assert_equal_bits(result, expected, "two neighbours")
+
+
+def test_neighbours_lost_at_once_with_one_copy_are_an_error():
+    with fs.testing.kill(1, 2, at=("reduce", 2)), pytest.raises(LostStateError, match="device 1"):
+        run_elastic(of_powers, zero)
+
+
+def test_a_run_with_a_folder_goes_back_to_its_last_checkpoint(tmp_path):
+    expected = undisturbed(of_powers, zero)
+
+    folder = fs.Checkpoints(tmp_path)
+    with fs.testing.kill(1, 2, at=("update", 1)):
+        result, generations = run_elastic(of_powers, zero, folder=folder)
+
+    assert (generations[1].source, generations[1].step) == ("checkpoint", 1)
+    assert_equal_bits(result, expected, "from a folder")
+
+
+def test_a_program_that_is_started_again_goes_on_from_its_folder(tmp_path):
+    expected = undisturbed(of_powers, zero)
+
+    def interrupted(run):
+        save = run.save
+
+        def save_and_stop(step, tree):
+            save(step, tree)
+            if step == 2:
+                raise KeyboardInterrupt
+
+        run.save = save_and_stop
+        return zero(run)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_elastic(of_powers, interrupted, folder=fs.Checkpoints(tmp_path))
+    result, generations = run_elastic(of_powers, zero, folder=fs.Checkpoints(tmp_path))
+
+    assert (generations[0].source, generations[0].step) == ("checkpoint", 2)
+    assert_equal_bits(result, expected, "started again")
+
+
+def test_a_run_with_copies_reads_no_file(monkeypatch):
+    def fail(*arguments):
+        raise AssertionError("a file is read")
+
+    monkeypatch.setattr("fshard.checkpoint.source.SavedFolder.read", fail)
+    monkeypatch.setattr("fshard.checkpoint.index.read_sealed", fail)
+    with fs.testing.kill(2, at=("update", 1)):
+        _, generations = run_elastic(of_powers, zero)
+
+    assert generations[1].source == "memory"
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_steps_since_the_last_copy_are_repeated(every):
+    expected = undisturbed(of_powers, zero)
+
+    with fs.testing.kill(2, at=("update", 2)):
+        result, generations = run_elastic(of_powers, zero, every=every)
+
+    assert generations[1].step == (2 if every == 2 else None)
+    assert_equal_bits(result, expected, f"every {every}")
+
+
+# -- growth ----------------------------------------------------------------------------------------
+
+
+def test_devices_come_and_go_in_one_run():
+    """2 -> 4, then 4 -> 3 -> 2; three devices round as a run that was on three from there."""
+    counts = []
+    steps = 8
+
+    def program(run):
+        counts.append(run.mesh.size)
+        kept = {"w": fs.device_put(torch.zeros(12), fs.Layout(run.mesh, fs.P("data")))}
+        kept["steps"] = 0
+        if run.latest is not None:
+            kept = run.restore(kept)
+        while kept["steps"] < steps:
+            if kept["steps"] == 2 and run.mesh.size == 2:
+                train.grow(2)
+            noise = fs.device_put(torch.rand(12), kept["w"].layout)
+            kept = {"w": kept["w"] + noise, "steps": kept["steps"] + 1}
+            run.save(kept["steps"], kept)
+        return fs.unshard(kept["w"])
+
+    train = fs.elastic(of_count, devices=2)(program)
+    torch.manual_seed(3)
+    with lost_at({1: ("copy", 5), 3: ("copy", 3)}):
+        result = train()
+
+    torch.manual_seed(3)
+    expected = sum([torch.rand(12) for _ in range(steps)], torch.zeros(12))
+    assert counts == [2, 4, 3, 2]
+    assert torch.equal(result, expected)
+
+
+# -- errors and misuse -----------------------------------------------------------------------------
+
+
+def test_an_error_of_the_program_is_raised():
+    def program(run):
+        raise KeyError("a bug")
+
+    with pytest.raises(KeyError, match="a bug"):
+        run_elastic(of_count, program)
+
+
+def test_a_loss_before_the_first_save_begins_anew_with_equal_draws():
+    def program(run):
+        drawn = torch.rand(2)
+        fs.unshard(fs.device_put(drawn, fs.Layout(run.mesh, fs.P("data"))).sum())
+        kept = {"w": drawn}
+        run.save(1, kept)
+        return drawn
+
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    with fs.testing.kill(1, at=("copy", 0)):
+        result, generations = run_elastic(lambda devices: of_count(devices[:2]), program)
+
+    assert generations[1].step is None
+    assert torch.equal(result, expected)
+
+
+def test_devices_must_be_given_without_processes():
+    with pytest.raises(MeshError, match="devices must be the number of virtual devices"):
+        fs.elastic(of_count)(zero)()
+
+
+def test_a_mesh_of_none_is_an_error():
+    with pytest.raises(MeshError, match="must return a mesh of some devices"):
+        fs.elastic(lambda devices: None, devices=2)(zero)()
+
+
+def test_a_mesh_of_other_devices_is_an_error():
+    with pytest.raises(TypeError, match="devices=devices"):
+        fs.elastic(lambda devices: fs.make_mesh({"data": 2}, devices=(7, 8)), devices=2)(zero)()
