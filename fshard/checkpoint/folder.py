@@ -98,6 +98,17 @@ class Checkpoints:
         self._error: BaseException | None = None
         self._staging: dict[int, torch.Tensor] = {}
 
+    def anew(self) -> Checkpoints:
+        """Return another one of the same folder and options, which waits for no save of this one."""
+        return Checkpoints(
+            self.path,
+            keep=self.keep,
+            keep_every=self.keep_every,
+            best=self.best,
+            every=self.every,
+            timeout=self._timeout,
+        )
+
     @property
     def steps(self) -> list[int]:
         """The steps of all checkpoints, read from the folder."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import update_wrapper
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -31,6 +31,7 @@ from fshard.mesh.layout import Memory, Mesh, PyTree, use_mesh
 from fshard.mesh.layout.make import choose_device_type
 from fshard.mesh.reshard.between import mesh_of_numbers
 from fshard.mesh.runtimes.launchers import launched
+from fshard.mesh.spmd.run import device_of, is_outside
 from fshard.recovery.copies import RANDOM, TREE, Copies
 from fshard.recovery.crew import Crew, MakeMesh, ProcessCrew, VirtualCrew, largest_mesh
 from fshard.recovery.members import Members
@@ -65,20 +66,6 @@ class Generation(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True)
-class Ended(Generic[Result]):
-    """The function has returned a result, here or, with None, elsewhere."""
-
-    result: Result | None
-
-
-@dataclass(frozen=True)
-class Change:
-    """Devices were lost, by an error, or have come."""
-
-    error: Exception | None = None
-
-
 class ElasticRun:
     """The run of a function on the devices of one generation: a checkpoint in their memory.
 
@@ -101,6 +88,7 @@ class ElasticRun:
         self._crew = crew
         self._found = found
         self._folder = folder
+        self._folders: dict[int, Checkpoints] = {}  # by device, since each waits for its own saves
         self._every = every
 
     def __repr__(self) -> str:
@@ -179,10 +167,22 @@ class ElasticRun:
         else:
             has_joiners = False
         if self._folder is not None:
-            self._folder.save(step, tree, wait=wait, metrics=metrics)
+            self._folder_here(self._folder).save(step, tree, wait=wait, metrics=metrics)
         if has_joiners:
             self._copies.complete()
             raise Regroup
+
+    def _folder_here(self, folder: Checkpoints) -> Checkpoints:
+        """Return the folder of the calling device, or of all if the caller runs them."""
+        device = 0 if is_outside(self.mesh) else device_of(self.mesh)
+        if device not in self._folders:
+            self._folders[device] = folder.anew()
+        return self._folders[device]
+
+    def settle(self) -> None:
+        """Wait for saves in the background; raise their errors."""
+        for folder in self._folders.values():
+            folder.wait()
 
 
 class Elastic(Generic[Result]):
@@ -214,7 +214,6 @@ class Elastic(Generic[Result]):
         self._devices = devices
         self._timeout = timeout
         self._wanted = [0, 0]
-        self._reset_random = RandomState().now()
 
     def grow(self, count: int) -> None:
         """Let virtual devices take part from the next save on."""
@@ -226,18 +225,41 @@ class Elastic(Generic[Result]):
         On processes that are not part of the mesh, which wait for a change, it is None.
         """
         self.generations = []
-        copies = Copies(self._copies, self._memory)
         crew = self._first_crew()
-        self._reset_random = RandomState().now()
+        copies = Copies(self._copies, self._memory)
+        begin = RandomState().now()
+        run: ElasticRun | None = None
         lost: tuple[int, ...] = ()
-        began = time.monotonic()
+        noticed = time.monotonic()
         while True:
-            outcome = self._generation(crew, copies, lost, began, args, kwargs)
-            if isinstance(outcome, Ended):
-                return outcome.result
-            began = time.monotonic()
+            loss: Exception | None = None
+            try:
+                found = self._find(crew, copies, run)
+                run = self._next_run(crew, copies, found, lost, noticed)
+                if run.latest is None:
+                    begin()  # one that begins anew draws the same numbers again
+                if not run.mesh.is_member:
+                    if not crew.wait():
+                        return None
+                    raise Regroup
+                with use_mesh(run.mesh):
+                    result = self._function(run, *args, **kwargs)
+                run.settle()
+                crew.end(run.mesh)
+                return result
+            except Regroup:
+                pass
+            except Exception as error:
+                if not crew.is_loss(error):
+                    crew.leave()
+                    raise
+                # The frames that it has left still have the parameters of this generation.
+                traceback.clear_frames(error.__traceback__)
+                loss = error.with_traceback(None)
+
+            noticed = time.monotonic()
             before = crew.names
-            crew = crew.regroup(outcome.error)
+            crew = crew.regroup(loss)
             lost = tuple([name for name in before if name not in crew.names])
             copies.drop(lost)
 
@@ -259,60 +281,42 @@ class Elastic(Generic[Result]):
         self._wanted[:] = [0, self._devices]
         return VirtualCrew(tuple(range(self._devices)), self._wanted)
 
-    def _generation(
-        self,
-        crew: Crew,
-        copies: Copies,
-        lost: tuple[int, ...],
-        began: float,
-        args: Any,
-        kwargs: Any,
-    ) -> Ended[Result] | Change:
-        """Run the function on the devices of one generation, until it ends or they change.
-
-        Args:
-            crew: the devices.
-            copies: what is in their memory.
-            lost: the devices that were lost before.
-            began: when that was noticed.
-            args, kwargs: of the function.
-        """
-        try:
-            mesh = largest_mesh(self._make_mesh, crew.numbers)
-            found = self._find(crew, copies, mesh)
-            names = [crew.names[crew.numbers.index(number)] for number in mesh.devices]
-            key = None if found is None else found.key
-            copies.begin(len(self.generations), mesh, names, key)
-            run = ElasticRun(mesh, copies, crew, found, self._folder, self._every)
-            seconds = time.monotonic() - began
-            generation = Generation(tuple(names), lost, run.latest, run.origin, seconds)
-            self.generations.append(generation)
-            if run.latest is None:
-                self._reset_random()  # a run that begins anew draws the same numbers
-            if not mesh.is_member:
-                return Change() if crew.wait() else Ended(None)
-            with use_mesh(mesh):
-                result = self._function(run, *args, **kwargs)
-            crew.end(mesh)
-            return Ended(result)
-        except Regroup:
-            return Change()
-        except Exception as error:
-            if not crew.is_loss(error):
-                crew.leave()
-                raise
-            # The frames that the error has left still have the parameters of this generation.
-            traceback.clear_frames(error.__traceback__)
-            return Change(error.with_traceback(None))
-
-    def _find(self, crew: Crew, copies: Copies, mesh: Mesh) -> Found | None:
+    def _find(self, crew: Crew, copies: Copies, last_run: ElasticRun | None) -> Found | None:
         """Find the version to go on from; None: that of the folder, or the run begins anew."""
+        found: Found | None = None
         try:
-            return crew.find(copies, mesh)
+            found = crew.find(copies, largest_mesh(self._make_mesh, crew.numbers))
         except LostStateError:
             if self._folder is None:
                 raise
-            return None
+        if found is None and last_run is not None:
+            with suppress(CheckpointError):  # of a save that those that are lost were part of
+                last_run.settle()
+        return found
+
+    def _next_run(
+        self,
+        crew: Crew,
+        copies: Copies,
+        found: Found | None,
+        lost: tuple[int, ...],
+        noticed: float,
+    ) -> ElasticRun:
+        """Return the run of the next generation.
+
+        Args:
+            crew: its devices.
+            copies: what is in their memory.
+            found: the version that it goes on from.
+            lost: the devices that were lost before, and when that was `noticed`.
+        """
+        mesh = largest_mesh(self._make_mesh, crew.numbers)
+        names = tuple([crew.names[crew.numbers.index(number)] for number in mesh.devices])
+        copies.begin(len(self.generations), mesh, names, None if found is None else found.key)
+        run = ElasticRun(mesh, copies, crew, found, self._folder, self._every)
+        seconds = time.monotonic() - noticed
+        self.generations.append(Generation(names, lost, run.latest, run.origin, seconds))
+        return run
 
 
 def elastic(

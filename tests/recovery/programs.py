@@ -77,9 +77,7 @@ def zero(run, stage=3, model=mlp, opt=None, memory="device", of_opt=None, **opti
     opt = opt or fs.optim.adamw(1e-2)
     opt = fs.partition_optimizer(opt, mesh=run.mesh, axis="data", stage=stage, **(of_opt or {}))
     options = {"reproducible": True, "slices": slices_on(run.mesh), **options}
-    step = fs.train_step(
-        squared(apply, buffers), opt, mesh=run.mesh, batch=P("data"), **options
-    )
+    step = fs.train_step(squared(apply, buffers), opt, mesh=run.mesh, batch=P("data"), **options)
     return loop(run, step, beginning(step, params))
 
 

@@ -162,7 +162,7 @@ def test_a_program_that_is_started_again_goes_on_from_its_folder(tmp_path):
         save = run.save
 
         def save_and_stop(step, tree):
-            save(step, tree)
+            save(step, tree, wait=True)
             if step == 2:
                 raise KeyboardInterrupt
 
