@@ -14,7 +14,7 @@ import fshard as fs
 from fshard.errors import LostStateError, MeshError
 from fshard.mesh.layout import flatten
 from tests.recovery.oracle import moved, undisturbed
-from tests.recovery.programs import PROGRAMS, PROGRAMS_OF_A_MESH, of_count, of_powers, zero
+from tests.recovery.trained import PROGRAMS, PROGRAMS_OF_A_MESH, of_count, of_powers, zero
 
 
 def assert_equal_bits(actual, expected, case):

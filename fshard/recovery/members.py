@@ -1,4 +1,0 @@
-"""Placeholder until the branch of processes is merged."""
-
-
-class Members: ...
