@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 READ_INTERVAL = 0.05
 """Seconds between two reads of the store."""
+_HAS_LEFT = "has left"
+"""The state of a process that goes on in another world."""
 MIN_PAUSE, MAX_PAUSE = 0.0002, 0.005
 """Seconds to sleep between two checks whether a wait has ended: at first, and at most."""
 
@@ -195,12 +197,16 @@ class Watch:
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def finished(self) -> None:
+    def finished(self, *, keeps_store: bool = False) -> None:
         """Publish that this process makes no more calls.
 
-        Process 0, which serves the store, stays until all have done so, or for ten seconds.
+        Process 0, which serves the store, stays until all have done so, or for ten seconds. If it
+        keeps the store, it leaves for another world, and the others will not wait for it.
         """
         with contextlib.suppress(dist.DistError):  # the process that served the store has died
+            if keeps_store:
+                self._publish_state(_HAS_LEFT, [], "")
+                return
             self._publish_state("has finished", [], "")
             deadline = time.monotonic() + 10
             while self.rank == 0 and time.monotonic() < deadline:
@@ -253,10 +259,14 @@ class Watch:
 
     def _raise_if_lost_or_late(self, ranks: Sequence[int], text: str, *, is_late: bool) -> None:
         """Raise if one of these processes has ended without a word, or if it is too late."""
-        gone_ranks = [rank for rank in ranks if rank != self.rank and self._has_gone(rank)]
+        states = self._read_states()
+        gone_ranks: list[int] = []
+        for rank in ranks:
+            has_left = states[rank]["action"] == _HAS_LEFT
+            if rank != self.rank and (has_left or self._has_gone(rank)):
+                gone_ranks.append(rank)
         if not gone_ranks and not is_late:
             return
-        states = self._read_states()
         for rank in gone_ranks:
             if states[rank]["action"] != "has finished":
                 raise LostProcessError(
