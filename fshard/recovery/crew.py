@@ -11,12 +11,9 @@ from typing import Protocol
 
 from fshard.errors import CollectiveTimeoutError, LostProcessError, MeshError
 from fshard.mesh.layout import Mesh
-from fshard.mesh.reshard.between import mesh_of_numbers
 from fshard.mesh.runtimes import process
 from fshard.mesh.spmd import moments
-from fshard.mesh.spmd.run import run_on_devices
 from fshard.recovery.copies import Copies, Shelf
-from fshard.recovery.exchange import all_rows
 from fshard.recovery.members import Members
 from fshard.recovery.survey import Found, find_here, find_together
 
@@ -57,8 +54,8 @@ class Crew(Protocol):
         """Return the next generation, after a loss, or with those that want to take part."""
         ...
 
-    def end(self, mesh: Mesh) -> None:
-        """End the run, together with all devices of the mesh."""
+    def end(self) -> None:
+        """End the run, once all devices of the mesh have come to its end."""
         ...
 
     def leave(self) -> None:
@@ -103,7 +100,7 @@ class VirtualCrew:
     def wait(self) -> bool:
         raise AssertionError("the caller has all virtual devices")
 
-    def end(self, mesh: Mesh) -> None:
+    def end(self) -> None:
         pass
 
     def leave(self) -> None:
@@ -115,6 +112,8 @@ class ProcessCrew:
 
     def __init__(self, members: Members) -> None:
         self._members = members
+        self._busy: list[int] = []
+        """The names of the devices of the mesh."""
 
     @property
     def names(self) -> tuple[int, ...]:
@@ -126,14 +125,14 @@ class ProcessCrew:
 
     def is_loss(self, error: BaseException) -> bool:
         # Whatever has failed beside a process that is lost, has failed because of that.
-        return isinstance(error, LostProcessError | CollectiveTimeoutError) or (
-            self._members.has_lost()
-        )
+        is_of_others = isinstance(error, LostProcessError | CollectiveTimeoutError)
+        return is_of_others or self._members.has_lost()
 
     def has_joiners(self) -> bool:
         return self._members.has_joiners()
 
     def find(self, copies: Copies, mesh: Mesh) -> Found | None:
+        self._busy = [self.names[number] for number in mesh.devices]
         world = process.everyone()
         assert world is not None
         name = self._members.number
@@ -141,17 +140,16 @@ class ProcessCrew:
         return find_together(world, name, shelf, mesh.devices)
 
     def wait(self) -> bool:
-        return self._members.wait_for_change()
+        return self._members.wait_for_change(self._busy) == "regroup"
 
     def regroup(self, error: BaseException | None) -> ProcessCrew:
         return ProcessCrew(self._members.regroup())
 
-    def end(self, mesh: Mesh) -> None:
-        run_on_devices(mesh_of_numbers(mesh.devices, mesh), lambda device: all_rows([device]))
-        self._members.finish()
+    def end(self) -> None:
+        self._members.finish(self._busy)
 
     def leave(self) -> None:
-        process.leave(waiting=False)
+        self._members.leave()
 
 
 def largest_mesh(make_mesh: MakeMesh, numbers: Sequence[int]) -> Mesh:

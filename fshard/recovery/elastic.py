@@ -41,6 +41,10 @@ from fshard.recovery.survey import Found
 Result = TypeVar("Result")
 
 
+MEETING = "meeting"
+"""The folder, in that of the checkpoints, in which processes meet."""
+
+
 class Regroup(BaseException):
     """Leaves the function after a save, so that other devices can take part.
 
@@ -226,6 +230,8 @@ class Elastic(Generic[Result]):
         """
         self.generations = []
         crew = self._first_crew()
+        if crew is None:
+            return None  # the run has ended before this process was taken up
         copies = Copies(self._copies, self._memory)
         begin = RandomState().now()
         run: ElasticRun | None = None
@@ -245,7 +251,7 @@ class Elastic(Generic[Result]):
                 with use_mesh(run.mesh):
                     result = self._function(run, *args, **kwargs)
                 run.settle()
-                crew.end(run.mesh)
+                crew.end()
                 return result
             except Regroup:
                 pass
@@ -263,16 +269,17 @@ class Elastic(Generic[Result]):
             lost = tuple([name for name in before if name not in crew.names])
             copies.drop(lost)
 
-    def _first_crew(self) -> Crew:
+    def _first_crew(self) -> Crew | None:
+        """Return the devices that begin; None if this process wants to join a run that has ended."""
         if launched():
             if self._devices is not None:
                 raise MeshError(
                     "fs.elastic: devices must be left out where processes were started together; "
                     f"got {self._devices}. Their number is that of the processes."
                 )
-            path = None if self._folder is None else self._folder.path
-            device_type = choose_device_type("process", None)
-            return ProcessCrew(Members.meet(path, device_type, self._timeout))
+            folder = None if self._folder is None else self._folder.path / MEETING
+            members = Members.meet(folder, choose_device_type("process", None), self._timeout)
+            return None if members is None else ProcessCrew(members)
         if self._devices is None:
             raise MeshError(
                 "fs.elastic: devices must be the number of virtual devices, since no processes were "

@@ -12,8 +12,6 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch.distributed import TCPStore

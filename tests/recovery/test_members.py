@@ -2,12 +2,7 @@
 who lives.
 """
 
-import os
-import random
-import signal
-
 import pytest
-import torch
 
 from tests.helpers.processes import HAS_RULES, Processes, not_under_rules  # noqa: F401
 from tests.recovery.programs import Run
