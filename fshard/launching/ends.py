@@ -47,8 +47,8 @@ def in_words(code: int) -> str:
 #     was killed by a signal: machines, and those who empty them, end processes so; or
 #     ended with an error while another was running, which succeeded after that.
 #
-# Where the error comes after the last success, nobody has gone on in its place: what the process
-# had still to do, such as the last checkpoint, is not done, and the run has failed.
+# If the error is after the last success, no process has gone on in its place: its last work, such
+# as writing a checkpoint, is not done, and the run has failed.
 def first_failure(ends: Sequence[End]) -> End | None:
     """Return the end that makes a run a failure, or None. See Note [Runs that lose processes].
 
@@ -68,7 +68,7 @@ def first_failure(ends: Sequence[End]) -> End | None:
     return None
 
 
-def tell_loss(loss: str, running: int) -> None:
+def write_loss(loss: str, running: int) -> None:
     """Write a line: "process 2 of 4 was killed by SIGKILL; 3 are running."."""
     others = "1 is" if running == 1 else f"{running} are"
     if sys.stderr is not None:

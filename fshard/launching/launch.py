@@ -48,7 +48,7 @@ def launch(
         timeout: seconds for the call; default: unlimited.
         elastic: let the other processes go on when one dies or raises, for functions in
             `fs.elastic`. Returned are the results of those that returned, in rank order, without
-            the others; each loss is a line on stderr. It is an error if nobody has returned, and an
+            the others; each loss is a line on stderr. It is an error if none has returned, and an
             exception is raised if no process returned after it. Another call, or
             `fshard run --elastic`, starts more processes for a run with a folder.
         kwargs: of `fn` in every process.

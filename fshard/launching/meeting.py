@@ -1,4 +1,4 @@
-"""What processes need to find each other: a store, and the variables that say where it is."""
+"""How processes find each other: a store, and the variables that have its address."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def variables_of_all(n: int, backend: str, environment: Mapping[str, str]) -> di
 
 
 def variables_of(rank: int) -> dict[str, str]:
-    """Return the variables that tell a process which one of those on this machine it is."""
+    """Return the variables with the rank of one process, all of which are on this machine."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from fshard.launching.ends import first_failure, tell_loss
+from fshard.launching.ends import first_failure, write_loss
 from fshard.launching.meeting import serve_store, variables_of, variables_of_all
 from fshard.launching.shown import Shown
 from fshard.launching.travel import by_value
@@ -54,7 +54,7 @@ class Processes:
             cannot be imported. Otherwise only the output of a process that fails is reported.
         elastic: let the other processes go on when one dies or fails, and return the results of
             those that returned, in rank order. Each loss is one line on stderr. The call raises if
-            nobody has returned, see Note [Runs that lose processes].
+            none has returned, and in the other case of Note [Runs that lose processes].
 
         with Processes(2) as pool:
             pool.run(function, 1)
@@ -152,8 +152,8 @@ class Processes:
             if self._is_elastic or not (is_each_idle and are_alive):
                 self._kill()
             raise
-        returned = [reports[rank] for rank in range(self.n) if reports[rank].error is None]
-        return [report.result for report in returned]
+        in_order = [reports[rank] for rank in range(self.n)]
+        return [report.result for report in in_order if report.error is None]
 
     def _pickled(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -273,12 +273,12 @@ class Processes:
                 show.pump()
 
     def _lose(self, worker: Worker, report: WorkerReport, running: int) -> None:
-        """Go on without a process: say so, and let it end if it has not."""
+        """Go on without a process: write that, and let it end if it has not."""
         loss = str(report.error).removesuffix(".")
         if report.trace:
             sys.stderr.write(report.trace)
             loss = f"process {worker.rank} of {self.n} failed with this error"
-        tell_loss(loss, running)
+        write_loss(loss, running)
         worker.connection.close()
 
     def _blamed(

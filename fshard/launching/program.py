@@ -20,7 +20,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
-from fshard.launching.ends import End, first_failure, in_words, tell_loss
+from fshard.launching.ends import End, first_failure, in_words, write_loss
 from fshard.launching.meeting import serve_store, variables_of, variables_of_all
 from fshard.launching.shown import STREAMS, Shown
 
@@ -29,8 +29,8 @@ PATIENCE = 30.0
 _LOOK = 0.1
 """Seconds between two looks at the processes, of which output is no sign."""
 
-# A process that starts with this asks the kernel to be killed with its parent, then becomes the
-# program. Not in a fork of the parent, which has threads: Python code there may hang.
+# A process that starts with this is killed by the kernel with its parent, and becomes the program.
+# It is not in a fork of the parent, which has threads: Python code there may hang.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 set_death_signal = 1
@@ -69,7 +69,7 @@ def run_program(words: Sequence[str], n: int) -> int:
     environment = {**os.environ, **variables, "MASTER_PORT": str(store.port)}
 
     running: list[_Running] = []
-    with _noted_signals() as signals:
+    with _recorded_signals() as signals:
         try:
             for rank in range(n):
                 running.append(_start(rank, words, environment))
@@ -79,10 +79,10 @@ def run_program(words: Sequence[str], n: int) -> int:
                 _kill(one)
 
     if signals:
-        # Those that had ended before it are no answer to a signal.
-        answers = [end for end in ends if end.ended >= signals[0].time]
-        has_obeyed = all(end.code == 0 for end in answers)
-        return 0 if has_obeyed else 128 + signals[0].number
+        first = signals[0]
+        # How a process ended before the signal is no answer to it.
+        answers = [end.code for end in ends if end.ended >= first.time]
+        return 128 + first.number if any(answers) else 0
     failure = first_failure(ends)
     return 0 if failure is None else failure.shell_code
 
@@ -117,13 +117,15 @@ def _start(rank: int, words: Sequence[str], environment: dict[str, str]) -> _Run
 
 
 def _watch(running: list[_Running], n: int, signals: list[_Signal]) -> list[End]:
-    """Show output until all have ended, and pass signals on; remove from `running` who has ended."""
+    """Show output until all have ended, and pass signals on; remove from `running` what ended."""
     ends: list[End] = []
     is_passed = False
     while running:
         _show_output(running)
         now = time.monotonic()
-        ended = [one for one in running if one.process.poll() is not None]
+        for one in running:
+            one.process.poll()
+        ended = [one for one in running if one.process.returncode is not None]
         for one in ended:
             running.remove(one)
             # What its own child processes write later is not shown: they might never end.
@@ -133,7 +135,7 @@ def _watch(running: list[_Running], n: int, signals: list[_Signal]) -> list[End]
             code = one.process.returncode
             ends.append(End(one.rank, now, code))
             if code != 0:
-                tell_loss(f"process {one.rank} of {n} {in_words(code)}", len(running))
+                write_loss(f"process {one.rank} of {n} {in_words(code)}", len(running))
 
         is_first = bool(signals) and not is_passed
         if is_first:
@@ -172,7 +174,7 @@ def _kill_group(one: _Running) -> None:
 
 
 @contextlib.contextmanager
-def _noted_signals() -> Generator[list[_Signal]]:
+def _recorded_signals() -> Generator[list[_Signal]]:
     """Yield a list to which SIGINT and SIGTERM are added as they arrive, and do nothing else."""
     signals: list[_Signal] = []
 

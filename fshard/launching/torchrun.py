@@ -22,7 +22,7 @@ from fshard.launching.program import run_program
 _MEETING = ("--standalone", "--rdzv", "--master", "--nnodes", "--node-rank", "--node_rank")
 """Options of torchrun for the meeting point."""
 _OF_ELASTIC = ("elastic", "processes", "module", "training_script", "training_script_args")
-"""What a command line with `--elastic` may have."""
+"""Everything that a command line with `--elastic` may have."""
 
 
 def command(arguments: Sequence[str]) -> list[str]:
