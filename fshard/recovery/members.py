@@ -128,6 +128,12 @@ class Members:
                 return _join_run(meeting, device_type, limit)
         return _begin_run(folder, device_type, timeout, limit)
 
+    @staticmethod
+    def runs_in(folder: Path) -> bool:
+        """Return True if a run is in progress in a folder."""
+        meeting = Meeting.current(folder)
+        return meeting is not None and _is_live(meeting)
+
     # -- the generation ----------------------------------------------------------------------------
 
     def has_joiners(self) -> bool:
