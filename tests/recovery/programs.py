@@ -19,7 +19,7 @@ import torch
 from torch.distributed import TCPStore
 
 import fshard as fs
-from fshard.errors import LostProcessError
+from fshard.errors import CollectiveTimeoutError, LostProcessError
 from fshard.recovery.members import Members
 from tests.helpers.ended import wait_until
 
@@ -154,7 +154,8 @@ def sum_in_a_loop(run, write):
                 write(end="finished")
                 return
         except Exception as error:
-            if not isinstance(error, LostProcessError) and not members.has_lost():
+            is_loss = isinstance(error, LostProcessError | CollectiveTimeoutError)
+            if not is_loss and not members.has_lost():
                 raise
             noticed = time.time()
             del error
