@@ -80,13 +80,18 @@ def test_stopped_process_is_left_behind(new_run):
     run.wait_for([0, 2])
     run.kill(1, by=signal.SIGCONT)
     from tests.helpers.ended import wait_until
+
     wait_until(lambda: "error" in run.last(1))
     print(run.last(1)["error"])
     assert "timeout=" in run.last(1)["error"]
     run.finish([0, 2])
 
 
-@pytest.mark.parametrize("environment", [{"FSHARD_DIRECT": "0"}, {"FSHARD_CHECK": "1"}, {"FSHARD_DIRECT": "0", "FSHARD_CHECK": "1"}], ids=str)
+@pytest.mark.parametrize(
+    "environment",
+    [{"FSHARD_DIRECT": "0"}, {"FSHARD_CHECK": "1"}, {"FSHARD_DIRECT": "0", "FSHARD_CHECK": "1"}],
+    ids=str,
+)
 def test_over_other_links(new_run, environment):
     run = new_run(environment)
     run.start(4)
