@@ -5,12 +5,13 @@ who lives.
 import os
 import random
 import signal
+from functools import partial
 
 import pytest
 import torch
 
 from tests.helpers.processes import HAS_RULES, Processes, not_under_rules  # noqa: F401
-from tests.recovery.programs import Run
+from tests.recovery.programs import POINTS, Run, die_at
 
 
 @pytest.fixture
@@ -103,3 +104,16 @@ def test_over_other_links(new_run, environment):
     run.start(1)
     run.wait_for([1, 3, 4])
     run.finish([1, 3, 4])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("point", POINTS)
+def test_process_may_die_while_the_others_regroup(new_run, point, victim):
+    run = new_run(patch=partial(die_at, point, victim))
+    run.start(4)
+    run.wait_for([0, 1, 2, 3])
+    killed = run.kill(3)
+    living = [number for number in range(3) if number != victim]
+    rows = run.wait_for(living)
+    print(point, victim, [round(row["at"] - killed, 3) for row in rows], rows[0]["generation"])
+    run.finish(living)
