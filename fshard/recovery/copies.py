@@ -227,7 +227,9 @@ class Copies:
                 with owned_by(mesh.devices[device]):
                     free = empty_in(self._memory, (longest,), torch.uint8, mesh.device_type)
             memory[device] = free[:longest]
-        content.staged(memory).wait()
+        staged = content.staged(memory)
+        if self._memory == "host":
+            staged.wait()  # others read it; what a device reads waits by itself
         return memory
 
     def complete(self) -> None:

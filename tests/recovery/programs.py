@@ -44,6 +44,7 @@ class Run:
     def start(self, n, main=None):
         """Start processes: the first ones together, later ones each alone."""
         context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["fshard", "tests.recovery.trained"])
         are_first = not self.processes
         for rank in range(n):
             variables = {"OMP_NUM_THREADS": "1", **self.environment}
@@ -191,7 +192,6 @@ def sum_until_change(members, run, write, end):
             return False
         time.sleep(0.002)
     raise TimeoutError
-
 
 
 POINTS = [
