@@ -288,7 +288,7 @@ class Elastic(Generic[Result]):
                 "started together; got None. Processes: fshard run --elastic --processes 4 file.py."
             )
         self._wanted[:] = [0, self._devices]
-        return VirtualCrew(tuple(range(self._devices)), self._wanted)
+        return VirtualCrew(0, tuple(range(self._devices)), self._wanted)
 
     def _find(self, crew: Crew, copies: Copies, last_run: ElasticRun | None) -> Found | None:
         """Find the version to go on from; None: that of the folder, or the run begins anew."""
@@ -321,7 +321,7 @@ class Elastic(Generic[Result]):
         """
         mesh = largest_mesh(self._make_mesh, crew.numbers)
         names = tuple([crew.names[crew.numbers.index(number)] for number in mesh.devices])
-        copies.begin(len(self.generations), mesh, names, None if found is None else found.key)
+        copies.begin(crew.generation, mesh, names, None if found is None else found.key)
         run = ElasticRun(mesh, copies, crew, found, self._folder, self._every)
         seconds = time.monotonic() - noticed
         self.generations.append(Generation(names, lost, run.latest, run.origin, seconds))
