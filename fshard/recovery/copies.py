@@ -12,14 +12,16 @@ tree, once. Each device also keeps the shares of some others. Four devices, `cop
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fshard.checkpoint.index import Index, index_of
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.snapshot import TreeSnapshot, as_device_of, snapshot_of
 from fshard.errors import MismatchError
@@ -71,6 +73,25 @@ class Version:
     is_first: bool = False
 
 
+@dataclass(frozen=True)
+class Found:
+    """A version as it can be read.
+
+    Args:
+        key: of the version.
+        step: as the program counts.
+        index: of the tree.
+        shares: that the caller may read, by owner.
+        holders: the device of the mesh that has each share.
+    """
+
+    key: Key
+    step: int
+    index: Index
+    shares: Mapping[int, Tensor]
+    holders: Mapping[int, int]
+
+
 class Arriving(NamedTuple):
     """The share of another device that is on its way: its owner, its bytes, and the call."""
 
@@ -105,6 +126,10 @@ class Shelf:
         if len(self.versions) < KEPT:
             return None
         return self.versions.pop().memory
+
+    def last_saved(self) -> Version | None:
+        """Return the last version of this generation; None before the first."""
+        return self.versions[0] if self.saved else None
 
     def keep_only(self, key: Key | None) -> None:
         """Drop all versions but one, as a generation begins: see Note [Two versions]."""
@@ -171,6 +196,28 @@ class Copies:
     def shelf(self, device: int) -> Shelf:
         """Return what a device of the mesh keeps."""
         return self.shelves.setdefault(self._names[device], Shelf())
+
+    def last_saved(self) -> Found | None:
+        """Return the last version of this generation, if there is one, as the caller may read it.
+
+        A device reads its own share, and asks the others for theirs.
+        """
+        mesh = self._mesh
+        if mesh is None or not mesh.is_member:
+            return None
+        devices = local_devices(mesh)
+        versions = [self.shelf(device).last_saved() for device in devices]
+        shares: dict[int, Tensor] = {}
+        for device, version in zip(devices, versions, strict=True):
+            if version is None:
+                return None
+            shares[device] = version.shares[device]
+        last = versions[0]
+        assert last is not None
+        index = index_of(json.loads(last.text))
+        return Found(
+            last.key, last.step, index, shares, {owner: owner for owner in range(mesh.size)}
+        )
 
     @torch.no_grad()
     def save(self, step: int, tree: PyTree, *, flag: bool = False) -> bool:

@@ -13,9 +13,9 @@ from fshard.errors import CollectiveTimeoutError, LostProcessError, MeshError
 from fshard.mesh.layout import Mesh
 from fshard.mesh.runtimes import process
 from fshard.mesh.spmd import moments
-from fshard.recovery.copies import Copies, Shelf
+from fshard.recovery.copies import Copies, Found, Shelf
 from fshard.recovery.members import Members
-from fshard.recovery.survey import Found, find_here, find_together
+from fshard.recovery.survey import find_here, find_together
 
 MakeMesh = Callable[[Sequence[int]], Mesh | None]
 """A function from the numbers of the devices that are there to a mesh of some or all of them."""
