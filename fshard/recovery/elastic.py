@@ -255,8 +255,8 @@ class Elastic(Generic[Result]):
         """
         if here() is not None:
             raise MeshError(
-                f"fs.elastic: the decorated function must be called outside of fs.run; got a call on one "
-                "device. Call it alone, and in it fs.run(main, run, mesh=run.mesh)."
+                "fs.elastic: the decorated function must be called outside of fs.run; got a call "
+                "on one device. Call it alone, and in it fs.run(main, run, mesh=run.mesh)."
             )
         self.generations = []
         crew = self._first_crew()
