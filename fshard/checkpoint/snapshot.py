@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.layout.kinds import empty_in, owned_by
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.runtimes.launchers import process_count, process_index
+from fshard.mesh.spmd.moments import deaths
 from fshard.mesh.spmd.run import as_one_device, device_of, is_outside
 from fshard.mesh.spmd.scope import here
 
@@ -65,6 +66,7 @@ class TreeSnapshot:
             has.
         mesh: of the devices that write; None for a process without others.
         wait: returns when the values of the ranges are there.
+        deaths: the number of virtual devices that were killed before.
     """
 
     index: Index
@@ -72,6 +74,7 @@ class TreeSnapshot:
     replicas: Mapping[int, Sequence[str]]
     mesh: Mesh | None = None
     wait: Callable[[], object] = tuple
+    deaths: int = field(default_factory=deaths.__len__)
 
     @property
     def ranks(self) -> Sequence[int] | None:
@@ -105,7 +108,7 @@ class TreeSnapshot:
                 copies.append(copied)
                 shares[device].append(x._replace(values=copied))
         wait = start_read(originals, copies)
-        return TreeSnapshot(self.index, shares, self.replicas, self.mesh, wait)
+        return TreeSnapshot(self.index, shares, self.replicas, self.mesh, wait, self.deaths)
 
 
 def snapshot_of(

@@ -301,9 +301,11 @@ class Elastic(Generic[Result]):
 
     def _first_crew(self) -> Crew | None:
         """Return the devices that begin; None if this process wants to join a run that has ended."""
-        if launched():
-            folder = None if self._folder is None else self._folder.path / MEETING
-            members = Members.meet(folder, choose_device_type("process", None), self._timeout)
+        folder = None if self._folder is None else self._folder.path / MEETING
+        can_join = folder is not None and folder.is_dir() and Members.runs_in(folder)
+        if launched() or can_join:
+            device_type = choose_device_type("process", None)
+            members = Members.meet(folder, device_type, self._timeout)
             return None if members is None else ProcessCrew(members)
         if self._devices is None:
             raise MeshError(

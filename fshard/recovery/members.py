@@ -51,7 +51,7 @@ _BEAT = 1.0
 """Seconds between two signs of life for other machines."""
 _SILENT = 10 * _BEAT
 """Seconds after which a joiner of another machine that gives no sign is not taken up."""
-_CONNECT = 5.0
+_CONNECT = 3.0
 """Seconds that processes may take to connect once all are ready: see Note [Two deaths at once]."""
 _SEEN_LATER = 1.0
 """Seconds after an error within which a death that caused it is seen."""
@@ -127,6 +127,12 @@ class Members:
             if meeting is not None and _is_live(meeting):
                 return _join_run(meeting, device_type, limit)
         return _begin_run(folder, device_type, timeout, limit)
+
+    @staticmethod
+    def runs_in(folder: Path) -> bool:
+        """Return True if a run is in progress in a folder."""
+        meeting = Meeting.current(folder)
+        return meeting is not None and _is_live(meeting)
 
     # -- the generation ----------------------------------------------------------------------------
 

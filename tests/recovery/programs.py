@@ -17,7 +17,9 @@ import torch
 from torch.distributed import TCPStore
 
 import fshard as fs
-from fshard.errors import LostProcessError
+from fshard.errors import CollectiveTimeoutError, LostProcessError
+from fshard.mesh.runtimes import process
+from fshard.recovery.meeting import Meeting
 from fshard.recovery.members import Members
 from tests.helpers.ended import wait_until
 
@@ -57,9 +59,9 @@ class Run:
                 }
             path = self.logs / f"{len(self.processes)}.jsonl"
             arguments = (main or sum_in_a_loop, path, variables, self)
-            process = context.Process(target=run_process, args=arguments, daemon=True)
-            process.start()
-            self.processes.append(process)
+            started = context.Process(target=run_process, args=arguments, daemon=True)
+            started.start()
+            self.processes.append(started)
 
     def __getstate__(self):
         return {**vars(self), "processes": [], "store": None}
@@ -77,8 +79,8 @@ class Run:
 
     def kill(self, *processes, by=signal.SIGKILL):
         """Kill processes; return when."""
-        for process in processes:
-            os.kill(self.processes[process].pid, by)
+        for index in processes:
+            os.kill(self.processes[index].pid, by)
         return time.time()
 
     def wait_for(self, numbers, processes=None):
@@ -114,9 +116,9 @@ class Run:
 
     def close(self):
         """Kill what is left."""
-        for process in self.processes:
-            process.kill()
-            process.join()
+        for started in self.processes:
+            started.kill()
+            started.join()
 
 
 def run_process(main, path, variables, run):
@@ -129,8 +131,6 @@ def run_process(main, path, variables, run):
         log.write(json.dumps({"at": time.time(), **row}) + "\n")
 
     try:
-        if run.patch is not None:
-            run.patch(int(variables.get("RANK", "-1")))
         main(run, write)
     except BaseException as error:
         traceback.print_exc()
@@ -145,6 +145,8 @@ def sum_in_a_loop(run, write):
         write(end="before")
         return
     end = time.monotonic() + SECONDS
+    if run.patch is not None:
+        run.patch(members.number)
     while time.monotonic() < end:
         try:
             if sum_until_change(members, run, write, end):
@@ -152,7 +154,8 @@ def sum_in_a_loop(run, write):
                 write(end="finished")
                 return
         except Exception as error:
-            if not isinstance(error, LostProcessError) and not members.has_lost():
+            is_loss = isinstance(error, LostProcessError | CollectiveTimeoutError)
+            if not is_loss and not members.has_lost():
                 raise
             noticed = time.time()
             del error
@@ -188,3 +191,45 @@ def sum_until_change(members, run, write, end):
             return False
         time.sleep(0.002)
     raise TimeoutError
+
+
+
+POINTS = [
+    "before mark come",
+    "after mark come",
+    "before decide",
+    "after decide",
+    "before publish_store",
+    "after publish_store",
+    "before mark ready",
+    "after mark ready",
+    "before meet_again",
+    "after meet_again",
+    "before __init__",
+    "after __init__",
+]
+"""Where a process may end while generation 1 is decided on and formed."""
+
+
+def die_at(point, victim, rank):
+    """Let the process of a rank kill itself at a point; the others let it be the first to decide."""
+    moment, name, *kinds = point.split()
+    owner = {"meet_again": process, "__init__": process.ProcessWorld}.get(name, Meeting)
+    original = getattr(owner, name)
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def replaced(*arguments, **options):
+        is_point = not kinds or arguments[1] in kinds
+        if rank != victim:
+            time.sleep(0.2 * (name == "decide"))
+            return original(*arguments, **options)
+        if is_point and moment == "before":
+            die()
+        result = original(*arguments, **options)
+        if is_point:
+            die()
+        return result
+
+    setattr(owner, name, replaced)

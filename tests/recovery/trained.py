@@ -34,6 +34,11 @@ def slices_on(mesh):
     return SLICES if SLICES % mesh.size == 0 else mesh.size
 
 
+def is_at_end(run, steps):
+    """Return True if a program has made all its steps."""
+    return steps == STEPS
+
+
 def plain(tree):
     """Return a tree of plain tensors."""
     return fs.unshard(tree)
@@ -45,7 +50,7 @@ def loop(run, step, kept, batch=batch_of):
     if run.latest is not None:
         kept = run.restore(kept)
         losses = kept["losses"].tolist()[: kept["steps"]]
-    while kept["steps"] < STEPS:
+    while not is_at_end(run, kept["steps"]):
         trained = step(kept["params"], kept["state"], batch(kept["steps"]))
         kept["params"], kept["state"], metrics = trained
         losses.append(float(metrics["loss"]))

@@ -48,7 +48,7 @@ from fshard.mesh.runtimes.nccl import HangWatch, Nccl
 from fshard.mesh.runtimes.process_group import GroupTransport
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.transport import Transport, Works
-from fshard.mesh.runtimes.watch import Watch, open_store, watching
+from fshard.mesh.runtimes.watch import Watch, open_store, publish_leaving, watching
 from fshard.mesh.shared_memory.meet import all_gather, file_system_id, meet
 from fshard.mesh.shared_memory.peers import Peers
 from fshard.mesh.shared_memory.transport import SharedMemory
@@ -127,7 +127,9 @@ class ProcessWorld:
         self.file_systems = [files for *_, files in rows]
         self.scopes: dict[object, Scope] = {}
         self.message_counts: MessageCounts = defaultdict(MessageCount)
-        self._works = Works(timeout)
+        # Without a reference to this world, which these refer to.
+        self.has_gone = partial(_has_gone, self.peers, self.processes, self.rank)
+        self._works = Works(timeout, self.has_gone)
         # By the members of a group: its transport, that for host tensors beside it, torch's group.
         self._transports: dict[tuple[int, ...], Transport] = {}
         self._hosts: dict[tuple[int, ...], Transport] = {}
@@ -171,14 +173,6 @@ class ProcessWorld:
     def current(self) -> ProcessWorld:
         """Return itself: the processes of a world do not come and go."""
         return self
-
-    def has_gone(self, rank: int) -> bool:
-        """Return True if another process of this machine has ended, or left this world."""
-        if self.peers.has_gone(rank):
-            return True
-        process = self.processes[rank]
-        is_here = process.machine == self.machines[self.rank] != 0
-        return is_here and process.has_ended
 
     def represents(self, axes: tuple[str, ...]) -> bool:
         """Return False: each device has a process."""
@@ -395,6 +389,8 @@ class ProcessWorld:
             calls += works.finish_sends() + self.peers.unreceived()
             if self._hang_watch is not None and not calls:
                 self._hang_watch.finish()
+        if keeps_store:
+            publish_leaving()
         if self._watch is not None:
             self._watch.finished(keeps_store=keeps_store)
 
@@ -573,6 +569,15 @@ class ProcessWorld:
     def is_near(self, mesh: Mesh) -> bool:
         """Return True if all processes of a mesh and of its parent are on this machine."""
         return self.are_near(mesh.devices)
+
+
+def _has_gone(peers: Peers, processes: Sequence[ProcessId], caller: int, rank: int) -> bool:
+    """Return True if another process of the caller's machine has ended, or left its world."""
+    if peers.has_gone(rank):
+        return True
+    machine = processes[rank].machine
+    is_here = machine == processes[caller].machine != 0
+    return is_here and processes[rank].has_ended
 
 
 def _unpack_results(

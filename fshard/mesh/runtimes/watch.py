@@ -321,10 +321,17 @@ def open_store() -> Any:
     return dist.PrefixStore("fshard", default)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def compare_failed(call: CallInfo) -> None:
+def publish_leaving() -> None:
+    """Publish that this process goes on in another world, so that none waits for its calls."""
+    with contextlib.suppress(dist.DistError, ValueError):  # as in `compare_failed`
+        open_store().set(f"left/{dist.get_rank()}", "")
+
+
+def compare_failed(call: CallInfo, has_gone: Callable[[int], bool]) -> None:
     """Publish a call that failed over a group of torch.distributed.
 
-    Raise if others failed in a different one.
+    Raise if others failed in a different one. `has_gone`: True for the rank of a process of this
+    machine that has ended.
     """
     prefix, ranks = call.meeting
     keys = [f"failed/{prefix}/{rank}" for rank in ranks]
@@ -333,9 +340,13 @@ def compare_failed(call: CallInfo) -> None:
         store = open_store()
         row = _call_row(call.signature, call.site, call.purpose, compares_line=call.has_one_line)
         store.set(f"failed/{prefix}/{dist.get_rank()}", row)
-        # Another process may not have failed, so this one waits for a second only.
+        # Another process may not have failed, so this one waits for a second only. One that is
+        # gone does not fail any more.
         deadline = time.monotonic() + 1
+        others = [rank for rank in ranks if rank != dist.get_rank()]
         while not store.check(keys) and time.monotonic() < deadline:
+            if any(has_gone(rank) or store.check([f"left/{rank}"]) for rank in others):
+                break
             time.sleep(MAX_PAUSE)
         error = _mismatch_error(store, ranks, keys, advice=call.advice)
         if error is not None:
