@@ -127,10 +127,6 @@ class Shelf:
             return None
         return self.versions.pop().memory
 
-    def last_saved(self) -> Version | None:
-        """Return the last version of this generation; None before the first."""
-        return self.versions[0] if self.saved else None
-
     def keep_only(self, key: Key | None) -> None:
         """Drop all versions but one, as a generation begins: see Note [Two versions]."""
         self.versions = [version for version in self.versions if version.key == key]
@@ -197,27 +193,29 @@ class Copies:
         """Return what a device of the mesh keeps."""
         return self.shelves.setdefault(self._names[device], Shelf())
 
+    @property
+    def last_step(self) -> int | None:
+        """The step of the last version of this generation; None before the first."""
+        if self._mesh is None or not self._mesh.is_member:
+            return None
+        shelf = self.shelf(local_devices(self._mesh)[0])
+        return shelf.versions[0].step if shelf.saved else None
+
     def last_saved(self) -> Found | None:
         """Return the last version of this generation, if there is one, as the caller may read it.
 
         A device reads its own share, and asks the others for theirs.
         """
         mesh = self._mesh
-        if mesh is None or not mesh.is_member:
+        if mesh is None or self.last_step is None:
             return None
-        devices = local_devices(mesh)
-        versions = [self.shelf(device).last_saved() for device in devices]
-        shares: dict[int, Tensor] = {}
-        for device, version in zip(devices, versions, strict=True):
-            if version is None:
-                return None
-            shares[device] = version.shares[device]
-        last = versions[0]
-        assert last is not None
-        index = index_of(json.loads(last.text))
-        return Found(
-            last.key, last.step, index, shares, {owner: owner for owner in range(mesh.size)}
-        )
+        versions: dict[int, Version] = {}
+        for device in local_devices(mesh):
+            versions[device] = self.shelf(device).versions[0]
+        shares = {device: version.shares[device] for device, version in versions.items()}
+        holders = {owner: owner for owner in range(mesh.size)}
+        last = next(iter(versions.values()))
+        return Found(last.key, last.step, index_of(json.loads(last.text)), shares, holders)
 
     @torch.no_grad()
     def save(self, step: int, tree: PyTree, *, flag: bool = False) -> bool:

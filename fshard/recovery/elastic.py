@@ -32,10 +32,12 @@ from fshard.mesh.layout.make import choose_device_type
 from fshard.mesh.reshard.between import mesh_of_numbers
 from fshard.mesh.runtimes.launchers import launched
 from fshard.mesh.spmd.run import device_of, is_outside
+from fshard.mesh.spmd.scope import here
 from fshard.recovery.copies import RANDOM, TREE, Copies, Found
 from fshard.recovery.crew import Crew, MakeMesh, ProcessCrew, VirtualCrew, largest_mesh
 from fshard.recovery.members import Members
 from fshard.recovery.source import SharesInMemory
+from fshard.transforms.options import integer, must_be, one_of
 
 Result = TypeVar("Result")
 
@@ -102,6 +104,7 @@ class ElasticRun:
         self._folder = folder
         self._folders: dict[int, Checkpoints] = {}  # by device, since each waits for its own saves
         self._every = every
+        self._has_restored = False
 
     def __repr__(self) -> str:
         return f"ElasticRun on {self.mesh}, latest={self.latest}"
@@ -135,6 +138,7 @@ class ElasticRun:
 
         Random generators get their states of that version too. All devices of the mesh call it.
         """
+        self._has_restored = True
         version = self._last_version()
         if version is None:
             if self._folder is None:
@@ -180,6 +184,16 @@ class ElasticRun:
             wait: for the folder: see `Checkpoints.save`.
             metrics: for the folder.
         """
+        errors = integer("step", step, 0)
+        if errors:
+            raise ValueError(f"run.save: {errors[0]}.")
+        if self._found is not None and not self._has_restored:
+            raise CheckpointError(
+                f"run.save: the function must restore before it saves, since run.latest is "
+                f"{self.latest}; got no call of run.restore or booster.load. Else it would begin "
+                "anew after each loss."
+            )
+
         if step % self._every == 0:
             has_joiners = self._copies.save(step, tree, flag=self._crew.has_joiners())
         else:
@@ -234,7 +248,18 @@ class Elastic(Generic[Result]):
         self._wanted = [0, 0]
 
     def grow(self, count: int) -> None:
-        """Let virtual devices take part from the next save on."""
+        """Let more virtual devices take part from the next save on.
+
+        The function may call it. More processes are started from outside.
+        """
+        if launched():
+            raise MeshError(
+                "grow: the devices must be virtual; got processes. To add processes, start more: "
+                "fshard run --elastic, with the same folder."
+            )
+        errors = integer("count", count)
+        if errors:
+            raise ValueError(f"grow: {errors[0]}.")
         self._wanted[0] += count
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result | None:
@@ -242,6 +267,11 @@ class Elastic(Generic[Result]):
 
         On processes that are not part of the mesh, which wait for a change, it is None.
         """
+        if here() is not None:
+            raise MeshError(
+                "fs.elastic: the decorated function must be called outside of fs.run; got a call "
+                "on one device. Call it alone, and in it fs.run(main, run, mesh=run.mesh)."
+            )
         self.generations = []
         crew = self._first_crew()
         if crew is None:
@@ -296,11 +326,6 @@ class Elastic(Generic[Result]):
         folder = None if self._folder is None else self._folder.path / MEETING
         can_join = folder is not None and folder.is_dir() and Members.runs_in(folder)
         if launched() or can_join:
-            if self._devices is not None:
-                raise MeshError(
-                    "fs.elastic: devices must be left out where processes were started together; "
-                    f"got {self._devices}. Their number is that of the processes."
-                )
             device_type = choose_device_type("process", None)
             members = Members.meet(folder, device_type, self._timeout)
             return None if members is None else ProcessCrew(members)
@@ -309,7 +334,7 @@ class Elastic(Generic[Result]):
                 "fs.elastic: devices must be the number of virtual devices, since no processes were "
                 "started together; got None. Processes: fshard run --elastic --processes 4 file.py."
             )
-        self._wanted[:] = [0, self._devices]
+        self._wanted[1] = self._devices
         return VirtualCrew(0, tuple(range(self._devices)), self._wanted)
 
     def _find(
@@ -349,19 +374,24 @@ def elastic(
     The function is a loop that continues from a checkpoint, `train(run)`: `run.latest`,
     `run.restore` and `run.save` are those of an `fs.Checkpoints`. After a loss it is called anew,
     on the mesh that `make_mesh` makes of the devices that are left, and continues from the last
-    `run.save`. In reproducible mode it ends with the bits of a run that lost nothing.
+    `run.save`. A torch-style loop calls `fs.run(main, run, mesh=run.mesh)` in it, and in `main`
+    `booster.load(run, ...)` and `booster.save(run, ...)`.
+
+    In reproducible mode it ends with the bits of a run that lost nothing, on meshes that divide
+    the same `slices`. Return None for others: `if 8 % len(devices) != 0: return None`.
 
     Args:
         make_mesh: a function from the numbers of the devices that are there to a mesh of them,
             `fs.make_mesh(..., devices=devices)`. Where it raises a MeshError or returns None, it is
             called with fewer; the others wait.
-        copies: the number of other devices that keep the share of each, so many neighbours may be
-            lost at once. With 0 the run goes on from the folder.
+        copies: the number of other devices that keep the share of each, at most all. So many
+            neighbours may be lost at once. With 0 the run goes on from the folder.
         every: `run.save` keeps the steps that this divides, and the others are repeated.
         folder: where `run.save` saves too, and the run goes on from if too many were lost, or all.
             Processes that are started later with it take part after the next `run.save`.
         memory: of the copies, "device" or "host".
-        devices: the number of virtual devices, where no processes were started together.
+        devices: the number of virtual devices, where no processes were started together: so one
+            program runs on both.
         timeout: seconds until a process that lives and does not answer is taken for lost. Default:
             the environment variable FSHARD_TIMEOUT, or 600.
 
@@ -388,7 +418,26 @@ def elastic(
     (0, 1, 3) 3
     """
 
-    def decorate(function: Callable[..., Result]) -> Elastic[Result]:
+    if not callable(make_mesh):
+        raise TypeError(f"fs.elastic: make_mesh must be a function; got {make_mesh!r}.")
+    errors = integer("copies", copies, 0) + integer("every", every)
+    errors += one_of("memory", memory, "device", "host")
+    if folder is not None:
+        is_folder = isinstance(folder, Checkpoints)
+        errors += must_be("folder", "an fs.Checkpoints", folder, is_folder)
+    if devices is not None:
+        errors += integer("devices", devices)
+    if timeout is not None:
+        errors += must_be("timeout", "seconds > 0", timeout, timeout > 0)
+    if errors:
+        raise ValueError(f"fs.elastic: {'; '.join(errors)}.")
+
+    def decorate(function: Callable[..., Result] | None = None) -> Elastic[Result]:
+        if not callable(function):
+            raise TypeError(
+                "fs.elastic: it must decorate a function that trains; got "
+                f"{function!r}. Write @fs.elastic(make_mesh) above it."
+            )
         return Elastic(
             function,
             make_mesh,

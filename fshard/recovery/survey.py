@@ -63,7 +63,7 @@ def choose(table: Iterable[Holding]) -> tuple[Key, dict[int, list[Holding]]] | N
     if there were others.
     """
     versions: dict[Key, dict[int, list[Holding]]] = defaultdict(lambda: defaultdict(list))
-    missing: set[int] = set()
+    missing_by_version: list[list[int]] = []
     has_others = False
     for row in table:
         versions[row.key][row.owner].append(row)
@@ -71,12 +71,15 @@ def choose(table: Iterable[Holding]) -> tuple[Key, dict[int, list[Holding]]] | N
     for key in sorted(versions, reverse=True):
         holders = versions[key]
         owners = next(iter(holders.values()))[0].owners
-        missing = {*range(owners)} - {*holders}
+        missing = [owner for owner in range(owners) if owner not in holders]
         if not missing:
             return key, holders
+        missing_by_version.append(missing)
     if not has_others:
         return None
-    shown = ", ".join(map(str, sorted(missing)))
+    # Of the version that is still being written, and of one that is being overwritten, shares of
+    # living devices are missing too.
+    shown = ", ".join(map(str, min(missing_by_version, key=len)))
     raise LostStateError(
         f"fs.elastic: too many devices were lost at once: none that is left has the state of device "
         f"{shown} of the mesh before. More copies outlive more losses (copies=2), and with "
