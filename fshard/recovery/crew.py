@@ -107,10 +107,10 @@ class VirtualCrew:
         raise AssertionError("the caller has all virtual devices")
 
     def end(self) -> None:
-        pass
+        self._wanted[0] = 0  # those that have come too late do not take part in the next run
 
     def leave(self) -> None:
-        pass
+        self._wanted[0] = 0
 
 
 class ProcessCrew:

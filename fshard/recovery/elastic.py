@@ -26,7 +26,7 @@ from fshard.checkpoint.folder import Checkpoints
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.restore import RenamedSource, restore_from
 from fshard.checkpoint.snapshot import as_device_of
-from fshard.errors import CheckpointError, LostStateError, MeshError
+from fshard.errors import CheckpointError, LostProcessError, LostStateError, MeshError
 from fshard.mesh.layout import Memory, Mesh, PyTree, use_mesh
 from fshard.mesh.layout.make import choose_device_type
 from fshard.mesh.reshard.between import mesh_of_numbers
@@ -196,6 +196,7 @@ class ElasticRun:
 
         if step % self._every == 0:
             has_joiners = self._copies.save(step, tree, flag=self._crew.has_joiners())
+            self._found = None  # its memory is that of a third version
         else:
             has_joiners = False
         if self._folder is not None:
@@ -285,8 +286,7 @@ class Elastic(Generic[Result]):
             loss: Exception | None = None
             try:
                 mesh = largest_mesh(self._make_mesh, crew.numbers)
-                found = self._find(crew, copies, mesh, run)
-                run = self._next_run(crew, copies, mesh, found)
+                run = self._next_run(crew, copies, mesh, run)
                 generation = Generation(
                     run.names, lost, run.latest, run.origin, time.monotonic() - noticed
                 )
@@ -348,12 +348,16 @@ class Elastic(Generic[Result]):
             if self._folder is None:
                 raise
         if found is None and last_run is not None:
-            with suppress(CheckpointError):  # of a save that those that are lost were part of
+            # A save that those that are lost were part of ends by an error.
+            with suppress(CheckpointError, LostProcessError):
                 last_run.settle()
         return found
 
-    def _next_run(self, crew: Crew, copies: Copies, mesh: Mesh, found: Found | None) -> ElasticRun:
+    def _next_run(
+        self, crew: Crew, copies: Copies, mesh: Mesh, last_run: ElasticRun | None
+    ) -> ElasticRun:
         """Return the run of the next generation, which goes on from a version."""
+        found = self._find(crew, copies, mesh, last_run)
         names = tuple([crew.names[crew.numbers.index(number)] for number in mesh.devices])
         copies.begin(crew.generation, mesh, names, None if found is None else found.key)
         return ElasticRun(mesh, names, copies, crew, found, self._folder, self._every)
