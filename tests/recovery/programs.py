@@ -12,8 +12,6 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch.distributed import TCPStore
@@ -193,7 +191,6 @@ def sum_until_change(members, run, write, end):
             return False
         time.sleep(0.002)
     raise TimeoutError
-
 
 
 POINTS = [

@@ -2,13 +2,10 @@
 who lives.
 """
 
-import os
-import random
 import signal
 from functools import partial
 
 import pytest
-import torch
 
 from tests.helpers.processes import HAS_RULES, Processes, not_under_rules  # noqa: F401
 from tests.recovery.programs import POINTS, Run, die_at
