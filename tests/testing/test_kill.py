@@ -101,7 +101,7 @@ def test_moments_of_a_program_have_the_phases_of_its_mode(name):
 
 @pytest.mark.parametrize(
     ("name", "is_nested"),
-    [*[(name, False) for name in CASES], ("zero 3 reproducible", True), ("1f1b", True)],
+    [*[(name, False) for name in CASES], ("zero 3 donating in bf16", True), ("1f1b", True)],
 )
 def test_kill_at_any_moment_raises_and_leaves_no_trace(name, is_nested, expected_results):
     for device, row in moments_of(name, is_nested=is_nested).items():
