@@ -47,6 +47,7 @@ class Run:
     def start(self, n, main=None):
         """Start processes: the first ones together, later ones each alone."""
         context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["fshard", "tests.recovery.trained"])  # once for all
         are_first = not self.processes
         for rank in range(n):
             variables = {"OMP_NUM_THREADS": "1", **self.environment}
