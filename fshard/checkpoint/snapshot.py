@@ -30,9 +30,9 @@ from fshard.checkpoint.names import (
     limited_depth,
     opened,
 )
-from fshard.mesh.layout import Mesh, PyTree
+from fshard.mesh.layout import Memory, Mesh, PyTree
 from fshard.mesh.layout.host_copies import start_read
-from fshard.mesh.layout.kinds import empty_in, owned_by
+from fshard.mesh.layout.kinds import empty_in, memory_of, owned_by
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import as_one_device, is_outside
 
@@ -98,7 +98,7 @@ class TreeSnapshot:
                 row_copies = row.split([x.numel() for x in values])
                 for x, copied in zip(run, row_copies, strict=True):
                     shares[device].append(WrittenRange(x.array, x.shape, copied))
-                if all(x.device == row.device for x in values):
+                if {*map(_place, values)} == {_place(row)}:
                     torch.cat(values, out=row)  # one call for all, where there may be hundreds
                 else:
                     originals += values
@@ -109,6 +109,10 @@ class TreeSnapshot:
 
 def _dtype(x: WrittenRange) -> torch.dtype:
     return x.values.dtype
+
+
+def _place(x: Tensor) -> tuple[torch.device, Memory]:
+    return x.device, memory_of(x)
 
 
 def snapshot_of(
