@@ -29,7 +29,8 @@ USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard checkpoint convert --to hf|dcp|torch|safetensors [--only NAME] [--trust] PATH OUT
        fshard --version
 
-run      start a file in several processes: fshard run train.py (options: fshard run --help)
+run      start a file in several processes: fshard run train.py (options: fshard run --help);
+         with --elastic the others go on when one dies
 doctor   show versions, devices and the speed between processes, and check every collective
 certify  compare a program of torch.distributed in processes with one process, gradient by gradient
 plan     rank meshes and options of training a model of Hugging Face, by its config.json

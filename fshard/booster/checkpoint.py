@@ -39,8 +39,8 @@ class Checkpointing:
         does: in mid-epoch too.
 
         Args:
-            folder: a path, for `fs.save`; or an `fs.Checkpoints`, which gets the number of the
-                model's steps.
+            folder: a path, for `fs.save`; or an `fs.Checkpoints`, or the run of `fs.elastic`,
+                which get the number of the model's steps.
             options: of these: metrics, timeout; metrics, wait.
         """
         tree = _tree(model, optimizer, lr_scheduler, dataloader)
@@ -57,7 +57,7 @@ class Checkpointing:
         lr_scheduler: Any = None,
         dataloader: Any = None,
     ) -> None:
-        """Load what `save` has saved, the last of an `fs.Checkpoints`.
+        """Load what `save` has saved, the last of an `fs.Checkpoints` or a run of `fs.elastic`.
 
         Nothing is read of what is not given.
         """

@@ -33,7 +33,7 @@ from fshard.checkpoint.restore import restore
 from fshard.checkpoint.save import ended_saves, meet, next_token, run_token, snapshot, write
 from fshard.checkpoint.snapshot import TreeSnapshot, as_device_of
 from fshard.checkpoint.source import explain_absence
-from fshard.errors import CheckpointError
+from fshard.errors import CheckpointError, LostProcessError
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.transforms.options import integer
 
@@ -231,9 +231,14 @@ class Checkpoints:
             self._error = None  # raised once
             raise error
 
+    def _join_at_exit(self) -> None:
+        """Print the errors of the last save, but not of a virtual device that was killed in it."""
+        with suppress(LostProcessError):
+            self._join()
+
     def _start_write(self, *arguments: Any) -> None:
         if self._thread is None:
-            atexit.register(self._join)  # which prints the errors of the last save
+            atexit.register(self._join_at_exit)
         self._thread = threading.Thread(
             target=self._write_in_background, args=arguments, name="fshard checkpoint"
         )

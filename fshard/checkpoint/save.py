@@ -53,9 +53,9 @@ from fshard.checkpoint.names import mesh_of_some
 from fshard.checkpoint.snapshot import TreeSnapshot, as_device_of, snapshot_of
 from fshard.errors import CheckpointError, LostProcessError
 from fshard.mesh.collectives.api import broadcast, pmax
-from fshard.mesh.layout import PyTree
+from fshard.mesh.layout import PyTree, shortened
 from fshard.mesh.runtimes.process import has_ended
-from fshard.mesh.spmd.moments import Killed, listeners
+from fshard.mesh.spmd.moments import Killed, deaths, listeners
 from fshard.mesh.spmd.run import reach_on
 from fshard.mesh.spmd.scope import here
 
@@ -318,6 +318,7 @@ def _wait_for_manifests(
         missing = [writer for name, writer in manifests.items() if name not in names]
         if not missing:
             return
+        _validate_not_killed(folder, tree, missing)
         # A thread that writes in the background must not keep a process that an error has ended.
         if hasattr(sys, "last_value") and not threading.main_thread().is_alive():
             raise CheckpointError(
@@ -341,6 +342,19 @@ def _wait_for_manifests(
             _mark_failed(folder, token, device, reason)
             raise CheckpointError(f"{folder} is not saved: {reason}")
         time.sleep(PAUSE)
+
+
+def _validate_not_killed(folder: Path, tree: TreeSnapshot, writers: Iterable[int]) -> None:
+    """Raise if a virtual device of some writers was killed since the snapshot."""
+    mesh = tree.mesh
+    if mesh is None or mesh.runtime != "virtual":
+        return
+    lost = {mesh.devices[writer] for writer in writers}.intersection(deaths[tree.deaths :])
+    if lost:
+        numbers = tuple(sorted(lost))
+        raise LostProcessError(
+            f"{folder} is not saved: devices {shortened(numbers)} were killed.", lost=numbers
+        )
 
 
 def _is_committed(folder: Path, token: str) -> bool:

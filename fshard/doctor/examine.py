@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.doctor.check import Trial, check_collectives, plain_options
+from fshard.doctor.left_over import left_over_files
 from fshard.memory.disk import file_of
 from fshard.memory.transfers import Link
 from fshard.memory.transfers import start as start_transfer
@@ -55,6 +57,7 @@ class Machine:
     threads: int  # that torch uses for one operation
     memory: int  # bytes
     gpus: tuple[str, ...]
+    left_over: str  # files of processes that have ended, and how to remove them, or ""
 
     @property
     def versions(self) -> tuple[str, str, str]:
@@ -145,6 +148,7 @@ def machine() -> Machine:
         threads=torch.get_num_threads(),
         memory=memory,
         gpus=tuple(gpus),
+        left_over=left_over_files() if sys.platform == "linux" else "",
     )
 
 

@@ -202,6 +202,11 @@ def _hints(findings: Sequence[Findings]) -> tuple[str, ...]:
             f"{processes_per_host} processes share {processors} processors of "
             f"{first.machine.host}: they wait."
         )
+    left_over: dict[str, str] = {}  # of each host, once
+    for process in findings:
+        if process.machine.left_over:
+            left_over.setdefault(process.machine.host, process.machine.left_over)
+    hints += [f"{host}: {files}" for host, files in left_over.items()]
     return tuple(hints)
 
 

@@ -23,6 +23,7 @@ def launch(
     processes: int,
     device: Literal["cpu", "cuda"] | None = None,
     timeout: float | None = None,
+    elastic: bool = False,
     **kwargs: Any,
 ) -> list[Result]:
     """Run `fn(*args, **kwargs)` in new processes of this machine; return results in rank order.
@@ -45,6 +46,11 @@ def launch(
         device: "cpu" hides the GPUs; "cuda" requires one. Default as in `make_mesh`: GPUs if there
             are any, each process its own, or shared if there are fewer.
         timeout: seconds for the call; default: unlimited.
+        elastic: let the other processes go on when one dies or raises, for functions in
+            `fs.elastic`. Returned are the results of those that returned, in rank order, without
+            the others; each loss is a line on stderr. It is an error if none has returned, and an
+            exception is raised if no process returned after it. Another call, or
+            `fshard run --elastic`, starts more processes for a run with a folder.
         kwargs: of `fn` in every process.
 
         def total(scale):
@@ -53,18 +59,23 @@ def launch(
 
         fs.launch(total, 0.5, processes=4)  # [tensor(2.), tensor(2.), tensor(2.), tensor(2.)]
     """
-    _validate(fn, processes, device, timeout)
+    _validate(fn, processes, device, timeout, elastic)
     # One thread each, as under torchrun: the processes share the processors.
     threads = os.environ.get("OMP_NUM_THREADS") or "1"
     environment = {"OMP_NUM_THREADS": threads}
     backend = "gloo" if device == "cpu" else "nccl"  # the latter where there are GPUs, and enough
     with Processes(
-        processes, backend=backend, environment=environment, timeout=timeout, shown=True
+        processes,
+        backend=backend,
+        environment=environment,
+        timeout=timeout,
+        shown=True,
+        elastic=elastic,
     ) as pool:
         return pool.run_last(fn, *args, **kwargs)
 
 
-def _validate(fn: Any, processes: Any, device: Any, timeout: Any) -> None:
+def _validate(fn: Any, processes: Any, device: Any, timeout: Any, elastic: Any) -> None:
     """Raise one error with everything that is wrong with a call."""
     errors: list[str] = []
     deferred = error_of_deferred("fn", fn).removesuffix(".")
@@ -85,6 +96,9 @@ def _validate(fn: Any, processes: Any, device: Any, timeout: Any) -> None:
     is_number = isinstance(timeout, int | float)
     if timeout is not None and not (is_number and timeout > 0):
         errors.append(f"timeout must be a number of seconds; got {timeout!r}")
+
+    if not isinstance(elastic, bool):
+        errors.append(f"elastic must be True or False; got {elastic!r}")
 
     if here() is not None:
         errors.append("this code runs on a device of a mesh, and starts no processes")

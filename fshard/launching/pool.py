@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -25,6 +24,8 @@ from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from fshard.launching.ends import first_failure, write_loss
+from fshard.launching.meeting import serve_store, variables_of, variables_of_all
 from fshard.launching.shown import Shown
 from fshard.launching.travel import by_value
 from fshard.launching.worker import GRACE, Worker, WorkerReport, read, stacks_of, start
@@ -50,6 +51,9 @@ class Processes:
         shown: for `fs.launch`: display the output of the processes immediately, let them have child
             processes and not import the running script; with cloudpickle they take functions that
             cannot be imported. Otherwise only the output of a process that fails is reported.
+        elastic: let the other processes go on when one dies or fails, and return the results of
+            those that returned, in rank order. Each loss is one line on stderr. The call raises if
+            none has returned, and in the other case of Note [Runs that lose processes].
 
         with Processes(2) as pool:
             pool.run(function, 1)
@@ -65,6 +69,7 @@ class Processes:
         timeout: float | None = 60.0,
         fresh: bool = False,
         shown: bool = False,
+        elastic: bool = False,
     ) -> None:
         if n < 1 or backend not in ("gloo", "nccl"):
             raise ValueError(
@@ -75,7 +80,8 @@ class Processes:
         self.timeout = inf if timeout is None else timeout
         self._is_spawned = fresh
         self._is_shown = shown
-        self._environment = _variables(n, backend, environment or {})
+        self._is_elastic = elastic
+        self._environment = variables_of_all(n, backend, environment or {})
         self._workers: list[Worker] = []
         # The store in use, and the one that processes still leave.
         self._stores: deque[TCPStore] = deque(maxlen=2)
@@ -124,25 +130,29 @@ class Processes:
                 # It may have died since the last call, which `_collect` will see.
                 with contextlib.suppress(OSError):
                     worker.connection.send_bytes(pickle.dumps((port, task, is_last)))
-            reports = self._collect(time.monotonic() + self.timeout)
+            reports = self._collect(time.monotonic() + self.timeout, keeps_on=self._is_elastic)
 
             silent = [worker for worker in self._workers if worker.rank not in reports]
-            has_failed = any(report.error is not None for report in reports.values())
-            if silent or has_failed:
+            failed = [report for report in reports.values() if report.error is not None]
+            blamed = self._blamed(failed, reports, silent)
+            if silent or blamed:
                 limit = f"{_name(fn)} within {self.timeout:g} s"
-                raise self._failure(limit, reports, silent, starts)
+                raise self._failure(limit, blamed, silent, starts)
             for show in self._open_shows():
                 show.drain()
             have_all_joined = all(report.joined for report in reports.values())
             self._is_store_used = is_last or not have_all_joined
+            if failed:
+                self.close()  # the next call needs as many as this one
         except BaseException:
             self._is_store_used = True
             are_alive = all(worker.process.is_alive() for worker in self._workers)
             is_each_idle = self._idle == self.n
-            if not (is_each_idle and are_alive):
+            if self._is_elastic or not (is_each_idle and are_alive):
                 self._kill()
             raise
-        return [reports[rank].result for rank in range(self.n)]
+        in_order = [reports[rank] for rank in range(self.n)]
+        return [report.result for report in in_order if report.error is None]
 
     def _pickled(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -176,7 +186,7 @@ class Processes:
             return
         try:
             for rank in range(self.n):
-                variables = {**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                variables = {**self._environment, **variables_of(rank)}
                 worker = start(rank, variables, fresh=self._is_spawned, shown=self._is_shown)
                 self._workers.append(worker)
 
@@ -188,7 +198,8 @@ class Processes:
                     failed.append(worker)
             if failed:
                 limit = f"their start within {START:g} s"
-                raise self._failure(limit, reports, failed, [0] * self.n)
+                errors = [report for report in reports.values() if report.error is not None]
+                raise self._failure(limit, errors, failed, [0] * self.n)
         except BaseException:
             self._kill()
             raise
@@ -196,12 +207,7 @@ class Processes:
     def _meeting_port(self) -> int:
         """Return the port of the store in which the processes meet; it serves this machine only."""
         if self._is_store_used:
-            server = socket.create_server(("127.0.0.1", 0))
-            host, port = server.getsockname()
-            store = TCPStore(
-                host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
-            )
-            self._stores.append(store)
+            self._stores.append(serve_store())
         return self._stores[-1].port
 
     def _kill(self) -> None:
@@ -225,10 +231,11 @@ class Processes:
             shows += [show for show in worker.shown if show.open]
         return shows
 
-    def _collect(self, deadline: float) -> dict[int, WorkerReport]:
+    def _collect(self, deadline: float, *, keeps_on: bool = False) -> dict[int, WorkerReport]:
         """Wait for a report of every process, and display their output meanwhile.
 
-        After a failure, wait for the others only a little longer.
+        After a failure, wait for the others only a little longer, or as long as before with
+        `keeps_on`.
         """
         pending = {worker.rank: worker for worker in self._workers}
         reports: dict[int, WorkerReport] = {}
@@ -244,7 +251,11 @@ class Processes:
                 reports[worker.rank] = report
                 if worker.process.is_alive():
                     self._idle += 1
-                if report.error is not None:
+                if report.error is None:
+                    continue
+                if keeps_on:
+                    self._lose(worker, report, len(pending))
+                else:
                     deadline = min(deadline, time.monotonic() + GRACE)
         return reports
 
@@ -260,10 +271,35 @@ class Processes:
             if show.pipe in ready:
                 show.pump()
 
+    def _lose(self, worker: Worker, report: WorkerReport, running: int) -> None:
+        """Go on without a process: write that, and let it end if it has not."""
+        loss = str(report.error).removesuffix(".")  # how it died, unless it has a traceback
+        if report.trace:
+            failed = f"process {worker.rank} of {self.n} failed with this error"
+            loss = f"{report.summary()}\n{failed}"
+        write_loss(loss, running)
+        worker.connection.close()
+
+    def _blamed(
+        self,
+        failed: list[WorkerReport],
+        reports: dict[int, WorkerReport],
+        silent: list[Worker],
+    ) -> list[WorkerReport]:
+        """Return the reports of errors that make the call fail."""
+        if not self._is_elastic:
+            return failed
+        if silent:
+            return []  # the call fails since these have not finished, not by a loss
+        first = first_failure([*reports.values()])
+        if first is None:
+            return []
+        return [report for report in failed if report.ended >= first.ended]
+
     def _failure(
         self,
         limit: str,
-        reports: dict[int, WorkerReport],
+        failed: list[WorkerReport],
         silent: list[Worker],
         starts: list[int],
     ) -> BaseException:
@@ -271,8 +307,8 @@ class Processes:
 
         Args:
             limit: the task and the time that it had, in words.
-            reports: those of the processes that have reported.
-            silent: the processes that have not.
+            failed: reports of errors.
+            silent: the processes that have not reported.
             starts: the length of what each process had written before the call.
         """
         stacks = stacks_of(silent, starts)
@@ -280,8 +316,7 @@ class Processes:
         ranks = ", ".join([str(worker.rank) for worker in silent])
         unfinished = f"process{plural} {ranks}"
 
-        failed = [report for report in reports.values() if report.error is not None]
-        failed.sort(key=_causes_first)
+        failed = sorted(failed, key=_causes_first)
         if not failed:
             late = RuntimeError(f"{unfinished} of {self.n} did not finish {limit}.")
             late.add_note(stacks)
@@ -302,22 +337,6 @@ class Processes:
                 f"{unfinished} had not finished {GRACE:g} s later, and was ended.\n{stacks}"
             )
         return error
-
-
-def _variables(n: int, backend: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that all processes have, as torchrun sets them."""
-    variables = {"OMP_NUM_THREADS": "1"}
-    if backend == "gloo":
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-    variables.update(environment)
-    variables.update(
-        WORLD_SIZE=str(n),
-        LOCAL_WORLD_SIZE=str(n),
-        MASTER_ADDR="127.0.0.1",
-        # The store is there already: process 0 must not open another.
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
-    return variables
 
 
 def _causes_first(report: WorkerReport) -> tuple[bool, float]:

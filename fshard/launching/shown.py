@@ -16,11 +16,18 @@ _CHUNK = 1 << 16
 
 
 class Shown:
-    """One stream of one process."""
+    """One stream of one process.
 
-    def __init__(self, pipe: Connection, stream: str) -> None:
+    Args:
+        pipe: the end to read.
+        stream: "stdout" or "stderr" of this process, where it is displayed.
+        prefix: what each line begins with.
+    """
+
+    def __init__(self, pipe: Connection, stream: str, prefix: str = "") -> None:
         self.pipe = pipe
         self.stream = stream
+        self._prefix = prefix
         self._incomplete = b""  # the begin of a line
 
     @property
@@ -58,5 +65,7 @@ class Shown:
     def _show(self, text: bytes) -> None:
         stream = getattr(sys, self.stream)
         if text and stream is not None:
-            stream.write(text.decode("utf-8", errors="replace"))
+            lines = text.splitlines(keepends=True)  # of bytes: only \n and \r end lines
+            texts = [self._prefix + line.decode("utf-8", errors="replace") for line in lines]
+            stream.write("".join(texts))
             stream.flush()

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from fshard.errors import LostProcessError, MeshError
+from fshard.launching.ends import End, in_words
 from fshard.launching.shown import STREAMS, Shown
 from fshard.launching.travel import by_value
 from fshard.mesh.runtimes import process
@@ -61,11 +62,9 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class WorkerReport:
-    """The outcome of `fn` in one process: a result or an error, and when."""
+class WorkerReport(End):
+    """The outcome of `fn` in one process: a result, or an error and a code that is not 0."""
 
-    rank: int
-    ended: float
     result: Any = None
     error: BaseException | None = None
     trace: str = ""
@@ -103,11 +102,9 @@ def read(worker: Worker, n: int) -> WorkerReport | None:
 
     worker.process.join(GRACE)
     code = worker.process.exitcode or 0
-    reason = f"ended with exit code {code}"
-    if code < 0:
-        reason = f"was killed by {signal.Signals(-code).name}"
-    error = RuntimeError(f"process {worker.rank} of {n} {reason}, before it had finished.")
-    return WorkerReport(worker.rank, time.monotonic(), error=error)
+    error = RuntimeError(f"process {worker.rank} of {n} {in_words(code)}, before it had finished.")
+    # Even with exit code 0 it has not returned from `fn`.
+    return WorkerReport(worker.rank, time.monotonic(), code or 1, error=error)
 
 
 def stacks_of(workers: list[Worker], starts: list[int]) -> str:
@@ -244,7 +241,7 @@ def _run_task(
         joined = dist.is_initialized()
         if is_last or not joined:
             process.leave()  # raises if the groups of a call that hangs were aborted
-        report = pickled(WorkerReport(rank, time.monotonic(), result, joined=joined))
+        report = pickled(WorkerReport(rank, time.monotonic(), result=result, joined=joined))
         is_done = True
     except BaseException as error:
         report = pickled(_failed_report(rank, error, pickled))
@@ -264,7 +261,7 @@ def _failed_report(
     texts.__notes__ = []  # the error itself has them
     trace = "".join(texts.format())
     portable = _portable(error, pickled)
-    return WorkerReport(rank, time.monotonic(), error=portable, trace=trace)
+    return WorkerReport(rank, time.monotonic(), 1, error=portable, trace=trace)
 
 
 def _portable(error: BaseException, pickled: Callable[[Any], bytes]) -> BaseException:

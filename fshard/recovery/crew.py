@@ -11,14 +11,11 @@ from typing import Protocol
 
 from fshard.errors import CollectiveTimeoutError, LostProcessError, MeshError
 from fshard.mesh.layout import Mesh
-from fshard.mesh.reshard.between import mesh_of_numbers
 from fshard.mesh.runtimes import process
 from fshard.mesh.spmd import moments
-from fshard.mesh.spmd.run import run_on_devices
-from fshard.recovery.copies import Copies, Shelf
-from fshard.recovery.exchange import all_rows
+from fshard.recovery.copies import Copies, Found, Shelf
 from fshard.recovery.members import Members
-from fshard.recovery.survey import Found, find_here, find_together
+from fshard.recovery.survey import find_here, find_together
 
 MakeMesh = Callable[[Sequence[int]], Mesh | None]
 """A function from the numbers of the devices that are there to a mesh of some or all of them."""
@@ -26,6 +23,11 @@ MakeMesh = Callable[[Sequence[int]], Mesh | None]
 
 class Crew(Protocol):
     """The devices of one generation, as `fs.elastic` needs them."""
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation, equal on all devices."""
+        ...
 
     @property
     def names(self) -> tuple[int, ...]:
@@ -57,8 +59,8 @@ class Crew(Protocol):
         """Return the next generation, after a loss, or with those that want to take part."""
         ...
 
-    def end(self, mesh: Mesh) -> None:
-        """End the run, together with all devices of the mesh."""
+    def end(self) -> None:
+        """End the run, once all devices of the mesh have come to its end."""
         ...
 
     def leave(self) -> None:
@@ -69,7 +71,8 @@ class Crew(Protocol):
 class VirtualCrew:
     """Virtual devices."""
 
-    def __init__(self, names: tuple[int, ...], wanted: list[int]) -> None:
+    def __init__(self, generation: int, names: tuple[int, ...], wanted: list[int]) -> None:
+        self.generation = generation
         self.names = names
         self._wanted = wanted
         """The number of devices that are to join, in a list that all generations share."""
@@ -95,7 +98,7 @@ class VirtualCrew:
             first = self._wanted[1]
             names += range(first, first + self._wanted[0])
             self._wanted[:] = [0, first + self._wanted[0]]
-        return VirtualCrew(tuple(names), self._wanted)
+        return VirtualCrew(self.generation + 1, tuple(names), self._wanted)
 
     def find(self, copies: Copies, mesh: Mesh) -> Found | None:
         return find_here(copies.shelves)
@@ -103,7 +106,7 @@ class VirtualCrew:
     def wait(self) -> bool:
         raise AssertionError("the caller has all virtual devices")
 
-    def end(self, mesh: Mesh) -> None:
+    def end(self) -> None:
         pass
 
     def leave(self) -> None:
@@ -115,6 +118,12 @@ class ProcessCrew:
 
     def __init__(self, members: Members) -> None:
         self._members = members
+        self._busy: list[int] = []
+        """The names of the devices of the mesh."""
+
+    @property
+    def generation(self) -> int:
+        return self._members.generation
 
     @property
     def names(self) -> tuple[int, ...]:
@@ -126,14 +135,14 @@ class ProcessCrew:
 
     def is_loss(self, error: BaseException) -> bool:
         # Whatever has failed beside a process that is lost, has failed because of that.
-        return isinstance(error, LostProcessError | CollectiveTimeoutError) or (
-            self._members.has_lost()
-        )
+        is_of_others = isinstance(error, LostProcessError | CollectiveTimeoutError)
+        return is_of_others or self._members.has_lost()
 
     def has_joiners(self) -> bool:
         return self._members.has_joiners()
 
     def find(self, copies: Copies, mesh: Mesh) -> Found | None:
+        self._busy = [self.names[number] for number in mesh.devices]
         world = process.everyone()
         assert world is not None
         name = self._members.number
@@ -141,17 +150,16 @@ class ProcessCrew:
         return find_together(world, name, shelf, mesh.devices)
 
     def wait(self) -> bool:
-        return self._members.wait_for_change()
+        return self._members.wait_for_change(self._busy) == "regroup"
 
     def regroup(self, error: BaseException | None) -> ProcessCrew:
         return ProcessCrew(self._members.regroup())
 
-    def end(self, mesh: Mesh) -> None:
-        run_on_devices(mesh_of_numbers(mesh.devices, mesh), lambda device: all_rows([device]))
-        self._members.finish()
+    def end(self) -> None:
+        self._members.finish(self._busy)
 
     def leave(self) -> None:
-        process.leave(waiting=False)
+        self._members.leave()
 
 
 def largest_mesh(make_mesh: MakeMesh, numbers: Sequence[int]) -> Mesh:

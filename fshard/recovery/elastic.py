@@ -32,13 +32,18 @@ from fshard.mesh.layout.make import choose_device_type
 from fshard.mesh.reshard.between import mesh_of_numbers
 from fshard.mesh.runtimes.launchers import launched
 from fshard.mesh.spmd.run import device_of, is_outside
-from fshard.recovery.copies import RANDOM, TREE, Copies
+from fshard.mesh.spmd.scope import here
+from fshard.recovery.copies import RANDOM, TREE, Copies, Found
 from fshard.recovery.crew import Crew, MakeMesh, ProcessCrew, VirtualCrew, largest_mesh
 from fshard.recovery.members import Members
 from fshard.recovery.source import SharesInMemory
-from fshard.recovery.survey import Found
+from fshard.transforms.options import integer, must_be, one_of
 
 Result = TypeVar("Result")
+
+
+MEETING = "meeting"
+"""The folder, in that of the checkpoints, in which processes meet."""
 
 
 class Regroup(BaseException):
@@ -71,12 +76,20 @@ class ElasticRun:
 
     It has the methods of `fs.Checkpoints`, also for `booster.save` and `booster.load`.
 
-    mesh: of the devices.
+    Args:
+        mesh: of the devices.
+        names: of the devices in the run, in mesh order.
+        copies: what is in their memory.
+        crew: all devices that are there.
+        found: the version that the generation begins with.
+        folder: where it saves too.
+        every: `save` keeps the steps that this divides.
     """
 
     def __init__(
         self,
         mesh: Mesh,
+        names: tuple[int, ...],
         copies: Copies,
         crew: Crew,
         found: Found | None,
@@ -84,27 +97,31 @@ class ElasticRun:
         every: int,
     ) -> None:
         self.mesh = mesh
+        self.names = names
         self._copies = copies
         self._crew = crew
         self._found = found
         self._folder = folder
         self._folders: dict[int, Checkpoints] = {}  # by device, since each waits for its own saves
         self._every = every
+        self._has_restored = False
 
     def __repr__(self) -> str:
         return f"ElasticRun on {self.mesh}, latest={self.latest}"
 
     @property
     def latest(self) -> int | None:
-        """The step of the version to go on from; None if the run begins anew."""
+        """The step of the last version, to go on from; None if the run begins anew."""
+        if self._copies.last_step is not None:
+            return self._copies.last_step
         if self._found is not None:
             return self._found.step
         return None if self._folder is None else self._folder.latest
 
     @property
     def origin(self) -> str:
-        """Where the version to go on from is: "memory", "checkpoint", or "" without one."""
-        if self._found is not None:
+        """Where the last version is: "memory", "checkpoint", or "" without one."""
+        if self._copies.last_step is not None or self._found is not None:
             return "memory"
         return "" if self.latest is None else "checkpoint"
 
@@ -117,12 +134,13 @@ class ElasticRun:
         strict: bool = True,
         cast: bool = False,
     ) -> Any:
-        """Return the version to go on from, in the layouts of a target: see `fs.restore`.
+        """Return the last version, in the layouts of a target: see `fs.restore`.
 
-        Random generators get their states of that version too.
+        Random generators get their states of that version too. All devices of the mesh call it.
         """
-        found = self._found
-        if found is None:
+        self._has_restored = True
+        version = self._last_version()
+        if version is None:
             if self._folder is None:
                 raise CheckpointError(
                     "run.restore: nothing was saved yet. Call it if run.latest is not None."
@@ -130,18 +148,22 @@ class ElasticRun:
             return self._folder.restore(target, only=only, rename=rename, strict=strict, cast=cast)
 
         with torch.no_grad(), as_device_of(self.mesh):
-            source = self._source(found)
+            source = self._source(version)
             part = RenamedSource(RenamedSource(source, TREE), only, rename)
             tree = restore_from(part, "run.restore", target, strict=strict, cast=cast)
             restore_from(RenamedSource(source, RANDOM), "run.restore", RandomState())
         return tree
 
-    def _source(self, found: Found) -> SharesInMemory:
-        """Return the version as a source: devices of the mesh read together, unless one has all."""
-        if self.mesh.runtime == "virtual":
-            return SharesInMemory(found.index, found.shares, {}, None)
+    def _last_version(self) -> Found | None:
+        """Return what was saved last in this generation, or what it began with."""
+        return self._copies.last_saved() or self._found
+
+    def _source(self, version: Found) -> SharesInMemory:
+        """Return a version as a source: devices of the mesh read together, unless one has all."""
+        if len(version.shares) == len(version.holders):
+            return SharesInMemory(version.index, version.shares, {}, None)
         meeting = mesh_of_numbers(self.mesh.devices, self.mesh)
-        return SharesInMemory(found.index, found.shares, found.holders, meeting)
+        return SharesInMemory(version.index, version.shares, version.holders, meeting)
 
     def save(
         self,
@@ -162,6 +184,16 @@ class ElasticRun:
             wait: for the folder: see `Checkpoints.save`.
             metrics: for the folder.
         """
+        errors = integer("step", step, 0)
+        if errors:
+            raise ValueError(f"run.save: {errors[0]}.")
+        if self._found is not None and not self._has_restored:
+            raise CheckpointError(
+                f"run.save: the function must restore before it saves, since run.latest is "
+                f"{self.latest}; got no call of run.restore or booster.load. Else it would begin "
+                "anew after each loss."
+            )
+
         if step % self._every == 0:
             has_joiners = self._copies.save(step, tree, flag=self._crew.has_joiners())
         else:
@@ -216,7 +248,18 @@ class Elastic(Generic[Result]):
         self._wanted = [0, 0]
 
     def grow(self, count: int) -> None:
-        """Let virtual devices take part from the next save on."""
+        """Let more virtual devices take part from the next save on.
+
+        The function may call it. More processes are started from outside.
+        """
+        if launched():
+            raise MeshError(
+                "grow: the devices must be virtual; got processes. To add processes, start more: "
+                "fshard run --elastic, with the same folder."
+            )
+        errors = integer("count", count)
+        if errors:
+            raise ValueError(f"grow: {errors[0]}.")
         self._wanted[0] += count
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result | None:
@@ -224,8 +267,15 @@ class Elastic(Generic[Result]):
 
         On processes that are not part of the mesh, which wait for a change, it is None.
         """
+        if here() is not None:
+            raise MeshError(
+                "fs.elastic: the decorated function must be called outside of fs.run; got a call "
+                "on one device. Call it alone, and in it fs.run(main, run, mesh=run.mesh)."
+            )
         self.generations = []
         crew = self._first_crew()
+        if crew is None:
+            return None  # the run has ended before this process was taken up
         copies = Copies(self._copies, self._memory)
         begin = RandomState().now()
         run: ElasticRun | None = None
@@ -234,18 +284,23 @@ class Elastic(Generic[Result]):
         while True:
             loss: Exception | None = None
             try:
-                found = self._find(crew, copies, run)
-                run = self._next_run(crew, copies, found, lost, noticed)
+                mesh = largest_mesh(self._make_mesh, crew.numbers)
+                found = self._find(crew, copies, mesh, run)
+                run = self._next_run(crew, copies, mesh, found)
+                generation = Generation(
+                    run.names, lost, run.latest, run.origin, time.monotonic() - noticed
+                )
+                self.generations.append(generation)
                 if run.latest is None:
                     begin()  # one that begins anew draws the same numbers again
-                if not run.mesh.is_member:
+                if not mesh.is_member:
                     if not crew.wait():
                         return None
                     raise Regroup
-                with use_mesh(run.mesh):
+                with use_mesh(mesh):
                     result = self._function(run, *args, **kwargs)
                 run.settle()
-                crew.end(run.mesh)
+                crew.end()
                 return result
             except Regroup:
                 pass
@@ -260,32 +315,35 @@ class Elastic(Generic[Result]):
             noticed = time.monotonic()
             before = crew.names
             crew = crew.regroup(loss)
+            if loss is not None and crew.names == before:
+                crew.leave()
+                raise loss  # all are there: they have waited for each other in vain
             lost = tuple([name for name in before if name not in crew.names])
             copies.drop(lost)
 
-    def _first_crew(self) -> Crew:
-        if launched():
-            if self._devices is not None:
-                raise MeshError(
-                    "fs.elastic: devices must be left out where processes were started together; "
-                    f"got {self._devices}. Their number is that of the processes."
-                )
-            path = None if self._folder is None else self._folder.path
+    def _first_crew(self) -> Crew | None:
+        """Return the devices that begin; None if this process wants to join a run that has ended."""
+        folder = None if self._folder is None else self._folder.path / MEETING
+        can_join = folder is not None and folder.is_dir() and Members.runs_in(folder)
+        if launched() or can_join:
             device_type = choose_device_type("process", None)
-            return ProcessCrew(Members.meet(path, device_type, self._timeout))
+            members = Members.meet(folder, device_type, self._timeout)
+            return None if members is None else ProcessCrew(members)
         if self._devices is None:
             raise MeshError(
                 "fs.elastic: devices must be the number of virtual devices, since no processes were "
                 "started together; got None. Processes: fshard run --elastic --processes 4 file.py."
             )
-        self._wanted[:] = [0, self._devices]
-        return VirtualCrew(tuple(range(self._devices)), self._wanted)
+        self._wanted[1] = self._devices
+        return VirtualCrew(0, tuple(range(self._devices)), self._wanted)
 
-    def _find(self, crew: Crew, copies: Copies, last_run: ElasticRun | None) -> Found | None:
+    def _find(
+        self, crew: Crew, copies: Copies, mesh: Mesh, last_run: ElasticRun | None
+    ) -> Found | None:
         """Find the version to go on from; None: that of the folder, or the run begins anew."""
         found: Found | None = None
         try:
-            found = crew.find(copies, largest_mesh(self._make_mesh, crew.numbers))
+            found = crew.find(copies, mesh)
         except LostStateError:
             if self._folder is None:
                 raise
@@ -294,29 +352,11 @@ class Elastic(Generic[Result]):
                 last_run.settle()
         return found
 
-    def _next_run(
-        self,
-        crew: Crew,
-        copies: Copies,
-        found: Found | None,
-        lost: tuple[int, ...],
-        noticed: float,
-    ) -> ElasticRun:
-        """Return the run of the next generation.
-
-        Args:
-            crew: its devices.
-            copies: what is in their memory.
-            found: the version that it goes on from.
-            lost: the devices that were lost before, and when that was `noticed`.
-        """
-        mesh = largest_mesh(self._make_mesh, crew.numbers)
+    def _next_run(self, crew: Crew, copies: Copies, mesh: Mesh, found: Found | None) -> ElasticRun:
+        """Return the run of the next generation, which goes on from a version."""
         names = tuple([crew.names[crew.numbers.index(number)] for number in mesh.devices])
-        copies.begin(len(self.generations), mesh, names, None if found is None else found.key)
-        run = ElasticRun(mesh, copies, crew, found, self._folder, self._every)
-        seconds = time.monotonic() - noticed
-        self.generations.append(Generation(names, lost, run.latest, run.origin, seconds))
-        return run
+        copies.begin(crew.generation, mesh, names, None if found is None else found.key)
+        return ElasticRun(mesh, names, copies, crew, found, self._folder, self._every)
 
 
 def elastic(
@@ -334,19 +374,24 @@ def elastic(
     The function is a loop that continues from a checkpoint, `train(run)`: `run.latest`,
     `run.restore` and `run.save` are those of an `fs.Checkpoints`. After a loss it is called anew,
     on the mesh that `make_mesh` makes of the devices that are left, and continues from the last
-    `run.save`. In reproducible mode it ends with the bits of a run that lost nothing.
+    `run.save`. A torch-style loop calls `fs.run(main, run, mesh=run.mesh)` in it, and in `main`
+    `booster.load(run, ...)` and `booster.save(run, ...)`.
+
+    In reproducible mode it ends with the bits of a run that lost nothing, on meshes that divide
+    the same `slices`. Return None for others: `if 8 % len(devices) != 0: return None`.
 
     Args:
         make_mesh: a function from the numbers of the devices that are there to a mesh of them,
             `fs.make_mesh(..., devices=devices)`. Where it raises a MeshError or returns None, it is
             called with fewer; the others wait.
-        copies: the number of other devices that keep the share of each, so many neighbours may be
-            lost at once. With 0 the run goes on from the folder.
+        copies: the number of other devices that keep the share of each, at most all. So many
+            neighbours may be lost at once. With 0 the run goes on from the folder.
         every: `run.save` keeps the steps that this divides, and the others are repeated.
         folder: where `run.save` saves too, and the run goes on from if too many were lost, or all.
             Processes that are started later with it take part after the next `run.save`.
         memory: of the copies, "device" or "host".
-        devices: the number of virtual devices, where no processes were started together.
+        devices: the number of virtual devices, where no processes were started together: so one
+            program runs on both.
         timeout: seconds until a process that lives and does not answer is taken for lost. Default:
             the environment variable FSHARD_TIMEOUT, or 600.
 
@@ -373,7 +418,26 @@ def elastic(
     (0, 1, 3) 3
     """
 
-    def decorate(function: Callable[..., Result]) -> Elastic[Result]:
+    if not callable(make_mesh):
+        raise TypeError(f"fs.elastic: make_mesh must be a function; got {make_mesh!r}.")
+    errors = integer("copies", copies, 0) + integer("every", every)
+    errors += one_of("memory", memory, "device", "host")
+    if folder is not None:
+        is_folder = isinstance(folder, Checkpoints)
+        errors += must_be("folder", "an fs.Checkpoints", folder, is_folder)
+    if devices is not None:
+        errors += integer("devices", devices)
+    if timeout is not None:
+        errors += must_be("timeout", "seconds > 0", timeout, timeout > 0)
+    if errors:
+        raise ValueError(f"fs.elastic: {'; '.join(errors)}.")
+
+    def decorate(function: Callable[..., Result] | None = None) -> Elastic[Result]:
+        if not callable(function):
+            raise TypeError(
+                "fs.elastic: it must decorate a function that trains; got "
+                f"{function!r}. Write @fs.elastic(make_mesh) above it."
+            )
         return Elastic(
             function,
             make_mesh,

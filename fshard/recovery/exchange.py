@@ -96,8 +96,8 @@ def fetch(pieces: Sequence[Piece], shares: Mapping[int, Tensor], number: int) ->
     move = Parcels(tuple(pairs), "shares", number=number)
 
     index = group_of_all().index
-    device = next(iter(shares.values())).device if shares else torch.device("cpu")
-    row = torch.empty(move.length, dtype=torch.uint8, device=device)
+    # In host memory: new devices have no share that would say where the others are.
+    row = torch.empty(move.length, dtype=torch.uint8)
     begin = 0
     for wanted in asked:
         for piece in wanted:

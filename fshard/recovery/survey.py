@@ -13,18 +13,17 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fshard.checkpoint.index import Index, index_of
+from fshard.checkpoint.index import index_of
 from fshard.errors import LostStateError
 from fshard.mesh.layout import Mesh
 from fshard.mesh.reshard.rounds import ROUND
 from fshard.mesh.spmd.run import run_on_devices
-from fshard.recovery.copies import Key, Shelf, Version
+from fshard.recovery.copies import Found, Key, Shelf, Version
 from fshard.recovery.exchange import Piece, all_bytes, fetch
 
 
@@ -42,25 +41,6 @@ class Holding(NamedTuple):
     size: int
     name: int
     is_first: bool
-
-
-@dataclass(frozen=True)
-class Found:
-    """The version that a generation begins with.
-
-    Args:
-        key: of the version.
-        step: as the program counts.
-        index: of the tree.
-        shares: that the caller may read, by owner.
-        holders: the device of the new mesh that has each share.
-    """
-
-    key: Key
-    step: int
-    index: Index
-    shares: Mapping[int, Tensor]
-    holders: Mapping[int, int]
 
 
 def holdings(shelves: Mapping[int, Shelf]) -> list[Holding]:
@@ -83,7 +63,7 @@ def choose(table: Iterable[Holding]) -> tuple[Key, dict[int, list[Holding]]] | N
     if there were others.
     """
     versions: dict[Key, dict[int, list[Holding]]] = defaultdict(lambda: defaultdict(list))
-    missing: set[int] = set()
+    missing_by_version: list[list[int]] = []
     has_others = False
     for row in table:
         versions[row.key][row.owner].append(row)
@@ -91,12 +71,15 @@ def choose(table: Iterable[Holding]) -> tuple[Key, dict[int, list[Holding]]] | N
     for key in sorted(versions, reverse=True):
         holders = versions[key]
         owners = next(iter(holders.values()))[0].owners
-        missing = {*range(owners)} - {*holders}
+        missing = [owner for owner in range(owners) if owner not in holders]
         if not missing:
             return key, holders
+        missing_by_version.append(missing)
     if not has_others:
         return None
-    shown = ", ".join(map(str, sorted(missing)))
+    # Of the version that is still being written, and of one that is being overwritten, shares of
+    # living devices are missing too.
+    shown = ", ".join(map(str, min(missing_by_version, key=len)))
     raise LostStateError(
         f"fs.elastic: too many devices were lost at once: none that is left has the state of device "
         f"{shown} of the mesh before. More copies outlive more losses (copies=2), and with "
@@ -116,7 +99,8 @@ def find_here(shelves: Mapping[int, Shelf]) -> Found | None:
         shares |= version.shares
         found = version
     assert found is not None
-    return Found(key, found.step, index_of(json.loads(found.text)), shares, {})
+    holders = dict.fromkeys(shares, 0)  # the caller has all
+    return Found(key, found.step, index_of(json.loads(found.text)), shares, holders)
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ once, and no process waits for it in a collective.
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fshard.mesh.layout import Mesh
+from fshard.mesh.record import FileRecord
 from fshard.mesh.runtimes.process import ProcessWorld, share_files
 from fshard.mesh.runtimes.watch import open_store
 
@@ -97,34 +97,8 @@ class OwnDecision:
 # "take" acts on it; if the store then ended, the others could not read what was decided, and would
 # keep the old version: a mix. It was seen where the process with the store was killed. On one
 # machine a decision is therefore a file, in memory, which outlives them all: it is written beside
-# its place and linked there, which succeeds once. Between machines it is a key of the store.
-
-
-class FileRecord:
-    """A decision in a file, which can be made once: see Note [A decision outlives its process]."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def decide(self, text: str) -> str:
-        """Record a decision, unless there is one; return the one that counts."""
-        draft = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        draft.write_text(text)
-        with suppress(FileExistsError):
-            os.link(draft, self._path)
-        draft.unlink()
-        return self.current()
-
-    def current(self) -> str:
-        """Return the decision, or "" before it."""
-        try:
-            return self._path.read_text()
-        except FileNotFoundError:
-            return ""
-
-    def remove(self) -> None:
-        """Remove the file."""
-        self._path.unlink(missing_ok=True)
+# its place and linked there, which succeeds once: see `FileRecord`. Between machines it is a key of
+# the store.
 
 
 class StoreRecord:

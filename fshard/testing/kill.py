@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Generator
 from contextlib import contextmanager
 
 from fshard.errors import ScopeError
 from fshard.mesh.layout.mesh import Runtime
-from fshard.mesh.spmd.moments import PHASES, Killed, Phase, dead, listeners
+from fshard.mesh.spmd.moments import PHASES, Killed, Phase, dead, deaths, listeners
 from fshard.mesh.spmd.scope import here
 
 Moment = tuple[Phase, int]
@@ -77,12 +78,15 @@ def kill(*devices: int, at: Phase | Moment) -> Generator[None]:
             os.kill(os.getpid(), signal.SIGKILL)
         is_done = True
         dead.update(dict.fromkeys(devices, f'("{phase}", {n})'))
+        deaths.extend(devices)
         raise Killed
 
     listeners.append(listen)
     try:
         yield
     finally:
+        if is_done:
+            _join_saves()
         listeners.remove(listen)
         for device in devices:
             dead.pop(device, None)
@@ -119,6 +123,13 @@ def moments() -> Generator[dict[int, list[Moment]]]:
         yield reached
     finally:
         listeners.remove(listen)
+
+
+def _join_saves() -> None:
+    """Wait for saves in the background, which end by the death before it is undone."""
+    for thread in threading.enumerate():
+        if thread.name == "fshard checkpoint":
+            thread.join()
 
 
 def _validate(devices: tuple[int, ...], phase: object, n: object) -> None:

@@ -17,6 +17,7 @@ from fshard.command import main
 from fshard.doctor import check
 from fshard.doctor.check import Trial
 from fshard.doctor.examine import Findings, Speed, machine
+from fshard.doctor.left_over import left_over_files
 from fshard.doctor.visit import judge
 from fshard.launching.torchrun import command
 from fshard.testing.oracles import ORACLES
@@ -168,7 +169,7 @@ def findings(rank, **changes):
 
 
 def test_doctor_verdict_names_causes_and_fixes():
-    here = replace(machine(), processors=64)
+    here = replace(machine(), processors=64, left_over="")
     assert (
         judge([findings(0, machine=here)]).sentence == "All well: 1 process, 2 collectives right."
     )
@@ -198,6 +199,23 @@ def test_doctor_verdict_names_causes_and_fixes():
         for rank in range(4)
     ]
     assert "4 processes share 2 processors" in judge(crowd).advice[0]
+
+
+def test_doctor_names_files_of_processes_that_have_ended(tmp_path):
+    assert left_over_files(tmp_path) == ""
+    for name in ("fshard-1a-decision", "fshard-2b-decision of (1,)", "fshard-3c-new", "another"):
+        (tmp_path / name).touch()
+        if "new" not in name:
+            os.utime(tmp_path / name, (1e9, 1e9))  # long before this process has started
+    found = left_over_files(tmp_path)
+    assert found.startswith(f"2 files in {tmp_path} are") and "such as fshard-1a-decision." in found
+    twins = [findings(n, machine=replace(machine(), left_over=found, host="h")) for n in (0, 1)]
+    assert judge(twins).well and f"h: {found}" in judge(twins).advice
+    assert sum(found in advice for advice in judge(twins).advice) == 1
+
+    subprocess.run(found.split("remove them: ")[1], shell=True, check=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "fshard-3c-new"]
+    assert left_over_files(tmp_path) == ""
 
 
 BARE = """

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.errors import LostStateError, MeshError
+from fshard.errors import CheckpointError, LostStateError, MeshError
 from fshard.mesh.layout import flatten
+from fshard.recovery.copies import Key
+from fshard.recovery.survey import Holding, choose
 from tests.recovery.oracle import moved, undisturbed
-from tests.recovery.programs import PROGRAMS, PROGRAMS_OF_A_MESH, of_count, of_powers, zero
+from tests.recovery.trained import PROGRAMS, PROGRAMS_OF_A_MESH, of_count, of_powers, zero
 
 
 def assert_equal_bits(actual, expected, case):
@@ -274,3 +276,73 @@ def test_a_mesh_of_none_is_an_error():
 def test_a_mesh_of_other_devices_is_an_error():
     with pytest.raises(TypeError, match="devices=devices"):
         fs.elastic(lambda devices: fs.make_mesh({"data": 2}, devices=(7, 8)), devices=2)(zero)()
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ({"copies": -1}, "copies must be an integer >= 0, got -1"),
+        ({"every": 0}, "every must be an integer >= 1, got 0"),
+        ({"devices": 0}, "devices must be an integer >= 1, got 0"),
+        ({"memory": "disk"}, "memory must be 'device' or 'host', got 'disk'"),
+        ({"folder": "runs"}, "folder must be an fs.Checkpoints, got 'runs'"),
+        ({"timeout": 0}, "timeout must be seconds > 0, got 0"),
+    ],
+)
+def test_an_illegal_argument_raises_where_it_is_given(argument, text):
+    with pytest.raises(ValueError, match=f"fs.elastic: {text}"):
+        fs.elastic(of_count, **argument)
+
+
+def test_a_decorator_without_a_mesh_is_an_error():
+    with pytest.raises(TypeError, match="make_mesh must be a function"):
+        fs.elastic({"data": 4})
+    with pytest.raises(TypeError, match=r"must decorate a function.*@fs.elastic\(make_mesh\)"):
+        fs.elastic(zero)(4)
+    with pytest.raises(TypeError, match=r"must decorate a function.*@fs.elastic\(make_mesh\)"):
+        fs.elastic(zero)()
+
+
+def test_a_call_inside_of_a_run_is_an_error():
+    train = fs.elastic(of_count, devices=2)(zero)
+    with pytest.raises(MeshError, match=r"fs.run\(main, run, mesh=run.mesh\)"):
+        fs.run(train, mesh=fs.make_mesh({"data": 2}))
+
+
+def test_save_needs_a_number_of_a_step():
+    def program(run):
+        run.save({"w": torch.ones(2)}, 1)
+
+    with pytest.raises(ValueError, match="run.save: step must be an integer >= 0"):
+        run_elastic(of_count, program)
+
+
+def test_a_function_that_does_not_restore_is_an_error():
+    """It would begin anew after each loss, with random generators of its end."""
+
+    def program(run):
+        for step in range(1, 4):
+            run.save(step, {"w": torch.ones(2)})
+
+    with fs.testing.kill(1, at=("copy", 2)), pytest.raises(CheckpointError, match="latest is 2"):
+        run_elastic(of_count, program)
+
+
+def test_an_error_names_the_shares_that_nobody_has():
+    """Two neighbours of four are lost. Device 3 has not yet overwritten the version before."""
+    last = Key(0, 2)
+    before = Key(0, 1)
+    left = [(last, 0, 0), (last, 3, 0), (last, 3, 3), (last, 2, 3), (before, 3, 3), (before, 2, 3)]
+    table = [Holding(key, 4, owner, 8, name, False) for key, owner, name in left]
+
+    with pytest.raises(LostStateError, match="the state of device 1 of the mesh before"):
+        choose(table)
+
+
+def test_growth_needs_a_number():
+    def program(run):
+        train.grow(0)
+
+    train = fs.elastic(of_count, devices=2)(program)
+    with pytest.raises(ValueError, match="count must be an integer >= 1, got 0"):
+        train()

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 import fshard as fs
-from fshard.refit.decision import TAKE, Attempts, FileRecord
+from fshard.refit.decision import TAKE, Attempts
 
 
 class StoreThatEnds:
@@ -61,14 +61,3 @@ def refuse_on_one():
 
 def test_decision_against_it_is_that_of_the_first_on_all(two):
     assert two.run(refuse_on_one) == [["no", "no"]] * 2
-
-
-def test_file_keeps_its_first_decision(tmp_path):
-    first = FileRecord(tmp_path / "decision")
-    second = FileRecord(tmp_path / "decision")
-    assert second.current() == ""
-    assert first.decide(TAKE) == TAKE
-    assert second.decide("left") == TAKE
-    assert [path.name for path in tmp_path.iterdir()] == ["decision"]
-    second.remove()
-    assert first.current() == ""

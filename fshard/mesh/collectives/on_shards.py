@@ -19,7 +19,8 @@ from fshard.mesh.collectives.ledger import active
 from fshard.mesh.collectives.moves import Extreme, Move, Wired
 from fshard.mesh.layout import Mesh
 from fshard.mesh.layout.counting import LedgerRow, counting, without_counters
-from fshard.mesh.spmd.run import is_outside, run_on_devices
+from fshard.mesh.spmd.moments import listeners
+from fshard.mesh.spmd.run import is_outside, reach_on, run_on_devices
 from fshard.mesh.spmd.scope import require
 from fshard.source import Site
 
@@ -50,7 +51,10 @@ class OnShards(LinearMap):
     def run(self, xs: Tensors) -> Tensors:
         results: list[Any] = [None] * len(xs)
         counters = counting().counters
-        for devices in _groups_of_devices(self.mesh, self.axes):
+        groups = _groups_of_devices(self.mesh, self.axes)
+        if listeners and isinstance(self.move, Wired) and len(groups[0]) > 1:
+            reach_on(self.mesh, "collective")
+        for devices in groups:
             members = [xs[device] for device in devices]
             self._record_bytes(devices, members)
             with without_counters():

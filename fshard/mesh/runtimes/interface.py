@@ -47,6 +47,16 @@ def choose_interface(address: str, port: int) -> None:
         os.environ[VARIABLE] = name
 
 
+def reachable_address() -> str:
+    """Return the address at which gloo of other machines reaches this one."""
+    name = os.environ.get(VARIABLE)
+    if name:
+        address = _address_of_interface(name)
+        if address is not None:
+            return address
+    return _address_of(socket.gethostname()) or "127.0.0.1"
+
+
 def gloo_connects_late() -> bool:
     """Return True if gloo connects two processes when they first communicate."""
     return os.environ.get(LAZY, "0") not in ("", "0")
@@ -91,13 +101,21 @@ def interface_of(address: str) -> str | None:
     """Return the name of the interface with an IPv4 address, on Linux."""
     if sys.platform != "linux":
         return None
+    for _, name in socket.if_nameindex():
+        if _address_of_interface(name) == address:
+            return name
+    return None
+
+
+def _address_of_interface(name: str) -> str | None:
+    """Return the IPv4 address of an interface, on Linux; None if it has none."""
+    if sys.platform != "linux":
+        return None
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with suppress(OSError):  # it has no address
-                row = fcntl.ioctl(end.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(row[20:24]) == address:
-                    return name
+        row = struct.pack("256s", name.encode()[:15])
+        with suppress(OSError):  # it has no address
+            row = fcntl.ioctl(end.fileno(), _SIOCGIFADDR, row)
+            return socket.inet_ntoa(row[20:24])
     return None

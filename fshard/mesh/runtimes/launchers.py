@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import os
 import re
+import time
 import warnings
 import zlib
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from fshard.errors import MeshError
 from fshard.mesh.runtimes.interface import VARIABLE, choose_connections, choose_interface
 
 Variables = Mapping[str, str]
+Store = TypeVar("Store")
 PORTS = range(10240, 29952)
 """Range of default ports: below the ephemeral ports of operating systems."""
 
@@ -314,15 +316,34 @@ def _missing_variables_error() -> MeshError:
     )
 
 
+def meet_again(device_type: str, info: ProcessInfo, store: Any, limit: timedelta) -> None:
+    """Form torch's default group of processes that have left another one, over a new store.
+
+    The time limit is that of their connection; it can be changed later.
+    """
+    if device_type == "cuda":
+        torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
+    # torch counts a group that could not be formed, and names the next one by the count.
+    dist.distributed_c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]
+    _form_group(device_type, info, store, "again", limit)
+
+
 def _join_group(device_type: str, info: ProcessInfo, limit: timedelta) -> None:
     host = f"[{info.address}]" if ":" in info.address else info.address
     url = f"tcp://{host}:{info.port}"
     store, rank, world = _connect_store(url, info.rank, info.world, limit)
     store.set_timeout(limit)
+    meeting = f"meeting {next(_meetings)}"
+    _form_group(device_type, replace(info, rank=rank, world=world), store, meeting, limit)
+
+
+def _form_group(
+    device_type: str, info: ProcessInfo, store: Any, meeting: str, limit: timedelta
+) -> None:
+    """Form torch's default group of the processes that meet in a store."""
     choose_interface(info.address, info.port)
-    choose_connections(world)
-    meeting = PrefixStore(f"meeting {next(_meetings)}", store)
-    backend = _choose_backend(device_type, meeting, world, info)
+    choose_connections(info.world)
+    backend = _choose_backend(device_type, PrefixStore(meeting, store), info)
 
     gpu = None
     if backend == "nccl":
@@ -331,33 +352,46 @@ def _join_group(device_type: str, info: ProcessInfo, limit: timedelta) -> None:
     dist.init_process_group(
         backend,
         store=PrefixStore("default_pg", store),
-        rank=rank,
-        world_size=world,
+        rank=info.rank,
+        world_size=info.world,
         timeout=limit,
         device_id=gpu,
     )
 
 
 def _connect_store(url: str, rank: int, world: int, limit: timedelta) -> tuple[Any, int, int]:
-    """Connect to the store.
+    """Connect to the store."""
+    return store_within(lambda: next(iter(rendezvous(url, rank, world, timeout=limit))), limit)
+
+
+_LOOK = 0.02
+"""Seconds between two looks of a process that connects to a store."""
+
+
+def store_within(
+    connect: Callable[[], Store], limit: timedelta, raise_if_lost: Callable[[], None] = lambda: None
+) -> Store:
+    """Connect to a store, within a time limit.
 
     In a thread: torch waits without a limit for the greeting of the program at the port.
+    Meanwhile `raise_if_lost` is called, which raises if there will be none.
     """
-    meeting: Future[Any] = Future()
+    meeting: Future[Store] = Future()
 
-    def connect() -> None:
+    def run() -> None:
         try:
-            meeting.set_result(next(iter(rendezvous(url, rank, world, timeout=limit))))
+            meeting.set_result(connect())
         except BaseException as error:
             meeting.set_exception(error)
 
-    Thread(target=connect, daemon=True).start()
-    try:
-        return meeting.result(limit.total_seconds())
-    except TimeoutError:
-        raise dist.DistNetworkError(
-            f"No store answered there within {limit.total_seconds():g} s."
-        ) from None
+    Thread(target=run, daemon=True).start()
+    deadline = time.monotonic() + limit.total_seconds()
+    while not meeting.done() and time.monotonic() < deadline:
+        raise_if_lost()
+        wait([meeting], _LOOK)
+    if meeting.done():
+        return meeting.result()
+    raise dist.DistNetworkError(f"No store answered there within {limit.total_seconds():g} s.")
 
 
 def time_limit(seconds: float | None) -> timedelta:
@@ -376,7 +410,7 @@ def time_limit(seconds: float | None) -> timedelta:
     )
 
 
-def _choose_backend(device_type: str, store: Any, world: int, info: ProcessInfo) -> str:
+def _choose_backend(device_type: str, store: Any, info: ProcessInfo) -> str:
     """Return NCCL if every process has a GPU to itself; it refuses to share one.
 
     FSHARD_BACKEND names another backend of torch.distributed, for tests and experiments.
@@ -389,13 +423,13 @@ def _choose_backend(device_type: str, store: Any, world: int, info: ProcessInfo)
 
     device = torch.cuda.current_device()
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    if each_its_own(gpu, store, world):
+    if each_its_own(gpu, store, info.world):
         return "nccl"
     warnings.warn(
         "Several processes share a GPU, so they communicate over gloo, through host memory. "
         f"Process {info.rank} has local rank {info.local_rank} and GPU {device}. If that is not "
         "meant, export LOCAL_RANK.",
-        stacklevel=5,
+        stacklevel=6,
     )
     return "gloo"
 

@@ -35,19 +35,21 @@ from fshard.errors import (
     MeshError,
     MismatchError,
 )
+from fshard.mesh.alive import ProcessId, this_process
 from fshard.mesh.collectives.moves import unreceived_text
 from fshard.mesh.layout import Mesh
 from fshard.mesh.layout.packing import cast, split
 from fshard.mesh.runtimes.abstract import Done
 from fshard.mesh.runtimes.call import CALL, CallInfo
 from fshard.mesh.runtimes.gloo import Gloo
-from fshard.mesh.runtimes.launchers import meet_all, time_limit
+from fshard.mesh.runtimes.interface import gloo_connects_late
+from fshard.mesh.runtimes.launchers import ProcessInfo, meet_again, meet_all, time_limit
 from fshard.mesh.runtimes.nccl import HangWatch, Nccl
 from fshard.mesh.runtimes.process_group import GroupTransport
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.transport import Transport, Works
-from fshard.mesh.runtimes.watch import Watch, open_store, watching
-from fshard.mesh.shared_memory.meet import all_gather, file_system_id, machine_id, meet
+from fshard.mesh.runtimes.watch import Watch, open_store, publish_leaving, watching
+from fshard.mesh.shared_memory.meet import all_gather, file_system_id, meet
 from fshard.mesh.shared_memory.peers import Peers
 from fshard.mesh.shared_memory.transport import SharedMemory
 from fshard.mesh.spmd.scope import MessageCount, MessageCounts
@@ -60,6 +62,8 @@ if TYPE_CHECKING:
     from fshard.source import Site
 
 _C10D: Any = dist.distributed_c10d
+_NEVER_SENT = (1 << 20) - 1
+"""A tag that no message has: see Note [Tags]."""
 
 SentMessage = tuple[CallInfo, tuple[Tensor, ...]]
 """A message of a process to itself."""
@@ -90,7 +94,7 @@ _state = ProcessState()
 def has_ended(rank: int) -> bool:
     """Return True if another process of this machine has ended."""
     world = _state.world
-    return world is not None and world.peers.has_gone(rank)
+    return world is not None and world.has_gone(rank)
 
 
 class ProcessWorld:
@@ -99,7 +103,12 @@ class ProcessWorld:
     has_values = True
     runtime: Runtime = "process"
 
-    def __init__(self, timeout: timedelta, device_type: str) -> None:
+    def __init__(
+        self,
+        timeout: timedelta,
+        device_type: str,
+        raise_if_lost: Callable[[], None] = lambda: None,
+    ) -> None:
         self.rank = dist.get_rank()
         self.timeout = timeout
         # Such as {"cpu": "gloo", "cuda": "nccl"}, which torch writes as "cpu:gloo,cuda:nccl".
@@ -108,14 +117,19 @@ class ProcessWorld:
         self.backend = backends[self.device_type]
         # gloo sends tensors of GPUs from copies in host memory.
         self._staged = self.backend == "gloo"
-        self.peers = meet(timeout) if self._staged else Peers({}, timeout)
+        self.peers = Peers({}, timeout)
+        if self._staged:
+            self.peers = meet(timeout, raise_if_lost)
+        rows = all_gather([*this_process(), file_system_id()])
+        self.processes = [ProcessId(machine, pid, start) for machine, pid, start, _ in rows]
         # Of each process, to reshard between meshes: replicas on the receiver's machine send.
-        rows = all_gather([machine_id(), file_system_id()])
-        self.machines = [machine for machine, _ in rows]
-        self.file_systems = [files for _, files in rows]
+        self.machines = [process.machine for process in self.processes]
+        self.file_systems = [files for *_, files in rows]
         self.scopes: dict[object, Scope] = {}
         self.message_counts: MessageCounts = defaultdict(MessageCount)
-        self._works = Works(timeout)
+        # Without a reference to this world, which these refer to.
+        self.has_gone = partial(_has_gone, self.peers, self.processes, self.rank)
+        self._works = Works(timeout, self.has_gone)
         # By the members of a group: its transport, that for host tensors beside it, torch's group.
         self._transports: dict[tuple[int, ...], Transport] = {}
         self._hosts: dict[tuple[int, ...], Transport] = {}
@@ -130,7 +144,7 @@ class ProcessWorld:
             self._hang_watch = HangWatch(self._works, stream, open_store())
         self._watch: Watch | None = None
         if watching():
-            self._watch = Watch(self.rank, timeout, self.peers.has_gone, self._works.advance)
+            self._watch = Watch(self.rank, timeout, self.has_gone, self._works.advance)
 
     @staticmethod
     def of(mesh: Mesh) -> ProcessWorld:
@@ -157,7 +171,7 @@ class ProcessWorld:
         return mesh.numbers.index(self.rank)
 
     def current(self) -> ProcessWorld:
-        """Return itself: processes do not come and go."""
+        """Return itself: the processes of a world do not come and go."""
         return self
 
     def represents(self, axes: tuple[str, ...]) -> bool:
@@ -361,10 +375,11 @@ class ProcessWorld:
     # the store. Hangs are watched for until the device has ended, since to destroy groups waits for
     # it too. Last all references are cleared: torch closes a connection with the last reference to
     # it.
-    def finish(self, waiting: bool) -> None:
+    def finish(self, waiting: bool, keeps_store: bool) -> None:
         """End all calls; `waiting` for them, and raising if a sent message was never received.
 
-        Raise the error that has ended all groups as well, unless a call has.
+        Raise the error that has ended all groups as well, unless a call has. `keeps_store`: the
+        store stays when this process has left.
         """
         works = self._works
         calls: list[CallInfo] = []
@@ -374,8 +389,10 @@ class ProcessWorld:
             calls += works.finish_sends() + self.peers.unreceived()
             if self._hang_watch is not None and not calls:
                 self._hang_watch.finish()
+        if keeps_store:
+            publish_leaving()
         if self._watch is not None:
-            self._watch.finished()
+            self._watch.finished(keeps_store=keeps_store)
 
         if self._hang_watch is not None:
             self._hang_watch.stop()
@@ -386,6 +403,8 @@ class ProcessWorld:
             text = f"Process {self.rank} has failed: look for its own error."
             self._hang_watch.publish(text)
         self.peers.close()
+        if not waiting:
+            self._close_connections()
 
         # A connection closes with the last reference to it, and graphs still refer to this world.
         self._routes.clear()
@@ -405,7 +424,26 @@ class ProcessWorld:
         """Return True unless the program has destroyed the groups itself."""
         return dist.is_initialized() or self._works.error is not None
 
-    def end_groups(self) -> None:
+    def _close_connections(self) -> None:
+        """Close the connections of gloo, so that the others do not wait for this process.
+
+        gloo closes them with the last reference to a group, and the traceback of an error may have
+        one. It also closes them when a wait has ended without a message.
+        """
+        if gloo_connects_late():
+            return  # there is no call that connects no one
+        groups = {dist.group.WORLD, *self._groups.values()}
+        for transport in self._hosts.values():
+            if isinstance(transport, Gloo):
+                groups.add(transport.pg)
+        for pg in groups:
+            if pg is None or pg.size() == 1 or torch.device("cpu") not in pg._device_types:
+                continue
+            with suppress(RuntimeError):
+                never = pg.recv_anysource([torch.empty(1)], _NEVER_SENT)
+                never.wait(timedelta(milliseconds=1))
+
+    def end_groups(self, keeps_store: bool) -> None:
         """Destroy torch's groups, unless they are gone; abort them after a failure."""
         if dist.is_initialized():
             # NCCL would wait in calls that the other processes may never make.
@@ -413,7 +451,8 @@ class ProcessWorld:
                 _C10D._abort_process_group()
             else:
                 dist.destroy_process_group()
-        if self.has_failed and self._hang_watch is not None and self.rank == 0:
+        needs_store = self.rank == 0 and not keeps_store
+        if self.has_failed and self._hang_watch is not None and needs_store:
             self._hang_watch.linger()
 
     # -- groups ------------------------------------------------------------------------------------
@@ -532,6 +571,15 @@ class ProcessWorld:
         return self.are_near(mesh.devices)
 
 
+def _has_gone(peers: Peers, processes: Sequence[ProcessId], caller: int, rank: int) -> bool:
+    """Return True if another process of the caller's machine has ended, or left its world."""
+    if peers.has_gone(rank):
+        return True
+    machine = processes[rank].machine
+    is_here = machine == processes[caller].machine != 0
+    return is_here and processes[rank].has_ended
+
+
 def _unpack_results(
     move: Wired,
     shapes: list[torch.Size],
@@ -612,19 +660,57 @@ def join(device_type: str, timeout: float | None) -> ProcessWorld:
         # torch.func.grad imports it, and then it would keep the group.
         import_module("torch.distributed.nn.functional")
         meet_all(device_type, limit)
-    _state.process = os.getpid()
-    _state.has_made_groups = not has_groups
-    atexit.register(_leave_at_exit)
+    _note_joined(has_made_groups=not has_groups)
     if not has_groups:
         _share_random_state(device_type)
     _state.world = ProcessWorld(limit, device_type)
     return _state.world
 
 
-def leave(*, waiting: bool = True) -> None:
+def join_again(
+    device_type: str,
+    info: ProcessInfo,
+    store: Any,
+    limit: timedelta,
+    connect_limit: timedelta,
+    raise_if_lost: Callable[[], None],
+) -> None:
+    """Join a world of processes that have left another one; the random state stays.
+
+    If that fails, the process is in no world.
+
+    Args:
+        device_type: of the world.
+        info: the rank of this process among them.
+        store: a new one, in which they meet.
+        limit: of their calls.
+        connect_limit: of their connection. Nothing else ends it if one of them ends meanwhile.
+        raise_if_lost: raises if one of them has ended; called while this process waits for them.
+    """
+    import_module("torch.distributed.nn.functional")  # as in `join`
+    _note_joined(has_made_groups=True)
+    try:
+        meet_again(device_type, info, store, connect_limit)
+        _C10D._set_pg_timeout(limit)
+        _state.world = ProcessWorld(limit, device_type, raise_if_lost)
+    except BaseException:
+        if dist.is_initialized():
+            _C10D._abort_process_group()
+        raise
+
+
+def _note_joined(*, has_made_groups: bool) -> None:
+    if _state.process is None:
+        atexit.register(_leave_at_exit)
+    _state.process = os.getpid()
+    _state.has_made_groups = has_made_groups
+
+
+def leave(*, waiting: bool = True, keeps_store: bool = False) -> None:
     """Leave the world of processes, if it was joined here.
 
-    By default, wait until others receive messages, or raise.
+    By default, wait until others receive messages, or raise. `keeps_store`: the store stays when
+    this process has left, so it need not wait until the others have read what it publishes.
     """
     world = _state.world
     _state.world = None
@@ -632,9 +718,9 @@ def leave(*, waiting: bool = True) -> None:
     if world is None or not world.is_joined():
         return
     try:
-        world.finish(waiting)
+        world.finish(waiting, keeps_store)
     finally:
-        world.end_groups()
+        world.end_groups(keeps_store)
 
 
 def _leave_at_exit() -> None:

@@ -137,7 +137,7 @@ class GroupTransport(Transport):
 
     def explain(self, call: CallInfo) -> None:
         """Raise if other processes have failed in a different call."""
-        compare_failed(call)
+        compare_failed(call, self.works.has_gone)
 
 
 # Note [First messages block the host]

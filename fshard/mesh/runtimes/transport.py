@@ -187,10 +187,18 @@ def as_bytes(xs: Tensors) -> Tensor:
 
 
 class Works:
-    """The works of a process that were started and have not ended, in order."""
+    """The works of a process that were started and have not ended, in order.
 
-    def __init__(self, timeout: timedelta) -> None:
+    Args:
+        timeout: the limit of a wait.
+        has_gone: True for the rank of a process of this machine that has ended.
+    """
+
+    def __init__(
+        self, timeout: timedelta, has_gone: Callable[[int], bool] = lambda rank: False
+    ) -> None:
         self.timeout = timeout
+        self.has_gone = has_gone
         self.in_progress: dict[Work, None] = {}  # a set in order
         # For the text of an error on NCCL, where the host does not know which calls have ended.
         self.recent: deque[tuple[float, CallInfo]] = deque(maxlen=64)

@@ -244,6 +244,8 @@ class VirtualWorld(OneProcessWorld):
     _threads: DeviceThreads
 
     def __init__(self, mesh: Mesh) -> None:
+        if dead and not dead.keys().isdisjoint(mesh.devices):
+            raise lost_error(mesh)
         self.mesh = mesh
         self.message_counts: MessageCounts = defaultdict(MessageCount)
         self.mail: dict[tuple[int, int], deque[VirtualMessage]] = defaultdict(deque)
@@ -305,8 +307,6 @@ class VirtualWorld(OneProcessWorld):
                 device 0: see Note [Baton and random states].
             keep: let the threads stay for the next run.
         """
-        if dead and not dead.keys().isdisjoint(self.mesh.devices):
-            raise lost_error(self.mesh)
         if self.mesh.size == 1:
             return [self._run_single_device(body, random)]
 
@@ -324,7 +324,9 @@ class VirtualWorld(OneProcessWorld):
 
         def run_device(device: int) -> None:
             try:
-                if not self._stopping and self.mesh.devices[device] not in dead:
+                if dead and self.mesh.devices[device] in dead:
+                    raise Killed
+                if not self._stopping:
                     set_random_state(kind, self._random[device])
                     self._status[device] = "is running"
                     undo = state.set()
@@ -349,7 +351,9 @@ class VirtualWorld(OneProcessWorld):
             self._is_over = True
         set_random_state(kind, self._random[0] if random is None else random_before)
 
-        self._validate_end()
+        if self._failure is not None or self._has_lost:
+            self._raise_failure()
+        self._check_nothing_left()
         # A thread that is about to sleep may still have `run_device`, and with it these lists.
         returned = [*results]
         results.clear()
@@ -381,13 +385,12 @@ class VirtualWorld(OneProcessWorld):
         self._check_nothing_left()
         return result
 
-    def _validate_end(self) -> None:
-        """Raise if a device has failed or was lost, or if something is left that was started."""
+    def _raise_failure(self) -> None:
+        """Raise the first error of a device, or the loss of one, unless survivors have caught it."""
         if self._failure is not None:
             self._raise_error_of(*self._failure)
-        if self._has_lost and not self._has_recovered():
+        if not self._has_recovered():
             raise lost_error(self.mesh)
-        self._check_nothing_left()
 
     def _raise_error_of(self, device: int, error: BaseException) -> NoReturn:
         # These errors name the devices themselves.

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 READ_INTERVAL = 0.05
 """Seconds between two reads of the store."""
+_HAS_LEFT = "has left"
+"""The state of a process that goes on in another world."""
 MIN_PAUSE, MAX_PAUSE = 0.0002, 0.005
 """Seconds to sleep between two checks whether a wait has ended: at first, and at most."""
 
@@ -195,12 +197,16 @@ class Watch:
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def finished(self) -> None:
+    def finished(self, *, keeps_store: bool = False) -> None:
         """Publish that this process makes no more calls.
 
-        Process 0, which serves the store, stays until all have done so, or for ten seconds.
+        Process 0, which serves the store, stays until all have done so, or for ten seconds. If it
+        keeps the store, it leaves for another world, and the others will not wait for it.
         """
         with contextlib.suppress(dist.DistError):  # the process that served the store has died
+            if keeps_store:
+                self._publish_state(_HAS_LEFT, [], "")
+                return
             self._publish_state("has finished", [], "")
             deadline = time.monotonic() + 10
             while self.rank == 0 and time.monotonic() < deadline:
@@ -253,10 +259,14 @@ class Watch:
 
     def _raise_if_lost_or_late(self, ranks: Sequence[int], text: str, *, is_late: bool) -> None:
         """Raise if one of these processes has ended without a word, or if it is too late."""
-        gone_ranks = [rank for rank in ranks if rank != self.rank and self._has_gone(rank)]
+        states = self._read_states()
+        gone_ranks: list[int] = []
+        for rank in ranks:
+            has_left = states[rank]["action"] == _HAS_LEFT
+            if rank != self.rank and (has_left or self._has_gone(rank)):
+                gone_ranks.append(rank)
         if not gone_ranks and not is_late:
             return
-        states = self._read_states()
         for rank in gone_ranks:
             if states[rank]["action"] != "has finished":
                 raise LostProcessError(
@@ -311,10 +321,17 @@ def open_store() -> Any:
     return dist.PrefixStore("fshard", default)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def compare_failed(call: CallInfo) -> None:
+def publish_leaving() -> None:
+    """Publish that this process goes on in another world, so that none waits for its calls."""
+    with contextlib.suppress(dist.DistError, ValueError):  # as in `compare_failed`
+        open_store().set(f"left/{dist.get_rank()}", "")
+
+
+def compare_failed(call: CallInfo, has_gone: Callable[[int], bool]) -> None:
     """Publish a call that failed over a group of torch.distributed.
 
-    Raise if others failed in a different one.
+    Raise if others failed in a different one. `has_gone`: True for the rank of a process of this
+    machine that has ended.
     """
     prefix, ranks = call.meeting
     keys = [f"failed/{prefix}/{rank}" for rank in ranks]
@@ -323,9 +340,13 @@ def compare_failed(call: CallInfo) -> None:
         store = open_store()
         row = _call_row(call.signature, call.site, call.purpose, compares_line=call.has_one_line)
         store.set(f"failed/{prefix}/{dist.get_rank()}", row)
-        # Another process may not have failed, so this one waits for a second only.
+        # Another process may not have failed, so this one waits for a second only. One that is
+        # gone does not fail any more.
         deadline = time.monotonic() + 1
+        others = [rank for rank in ranks if rank != dist.get_rank()]
         while not store.check(keys) and time.monotonic() < deadline:
+            if any(has_gone(rank) or store.check([f"left/{rank}"]) for rank in others):
+                break
             time.sleep(MAX_PAUSE)
         error = _mismatch_error(store, ranks, keys, advice=call.advice)
         if error is not None:

@@ -8,8 +8,10 @@ import secrets
 import socket
 import struct
 import sys
+import time
 import zlib
 from array import array
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,12 +23,15 @@ import torch.distributed as dist
 from fshard.mesh.shared_memory import rings
 from fshard.mesh.shared_memory.peers import Peer, Peers
 
+_LOOK = 0.05
+"""Seconds between two looks whether the processes that are waited for are there."""
 
-def meet(timeout: timedelta) -> Peers:
+
+def meet(timeout: timedelta, raise_if_lost: Callable[[], None] = lambda: None) -> Peers:
     """Find the other processes of this machine; a collective of the world.
 
-    Returns none if one of them may not read the memory of another. The processes meet in four
-    steps:
+    `raise_if_lost` is called while this process waits for others, and raises to end that. Returns
+    none if one of them may not read the memory of another. The processes meet in four steps:
 
         1. all-gather a table: machine, process, and a random token with its address
         2. each reads the token of its local predecessor, which a process may or may not permit
@@ -45,7 +50,7 @@ def meet(timeout: timedelta) -> Peers:
             local_ranks = [peer for peer, row in enumerate(table) if row[0] == machine]
             listener.bind(_socket_name(table[rank]))
             listener.listen(len(local_ranks))
-            listener.settimeout(timeout.total_seconds())
+            listener.settimeout(_LOOK)
 
         can_read = False
         if len(local_ranks) > 1:
@@ -54,7 +59,8 @@ def meet(timeout: timedelta) -> Peers:
         verdicts = all_gather([can_read])
         if not local_ranks or not all(verdicts[peer][0] for peer in local_ranks):
             return Peers({}, timeout)
-        ends = _connect(listener, rank, {peer: table[peer] for peer in local_ranks})
+        rows = {peer: table[peer] for peer in local_ranks}
+        ends = _connect(listener, rank, rows, timeout.total_seconds(), raise_if_lost)
 
     peers: dict[int, Peer] = {}
     for peer, end in ends.items():
@@ -64,7 +70,11 @@ def meet(timeout: timedelta) -> Peers:
 
 
 def _connect(
-    listener: socket.socket, rank: int, rows: dict[int, list[int]]
+    listener: socket.socket,
+    rank: int,
+    rows: dict[int, list[int]],
+    limit: float,
+    raise_if_lost: Callable[[], None],
 ) -> dict[int, socket.socket]:
     """Connect this process to the others of its machine, whose rows of the table these are."""
     ends: dict[int, socket.socket] = {}
@@ -77,8 +87,15 @@ def _connect(
             _, pid, _, _ = row
             awaited[pid] = peer
 
+    deadline = time.monotonic() + limit
     while awaited:
-        end, _ = listener.accept()
+        try:
+            end, _ = listener.accept()
+        except TimeoutError:
+            raise_if_lost()
+            if time.monotonic() > deadline:
+                raise
+            continue
         credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid, _, _ = struct.unpack("3i", credentials)
         if pid in awaited:  # any process may connect

@@ -68,7 +68,11 @@ class Peer:
         end.setblocking(True)
         outgoing = rings.new_ring()
         socket.send_fds(end, [b"ring"], [outgoing])
-        _, (incoming,), _, _ = socket.recv_fds(end, 4, 1)
+        _, files, _, _ = socket.recv_fds(end, 4, 1)
+        if not files:
+            os.close(outgoing)
+            raise RuntimeError(f"Connection closed by process {rank}")
+        (incoming,) = files
         self.outgoing = RingWriter(outgoing, self._wake)
         self.incoming = RingReader(incoming)
         for file in (outgoing, incoming):

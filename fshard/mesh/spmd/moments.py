@@ -50,6 +50,9 @@ dead: dict[int, str] = {}
 A run on a mesh that has one raises. Who numbers the survivors anew empties it.
 """
 
+deaths: list[int] = []
+"""The numbers of all that were ever killed, in order: a save in the background may wait for one."""
+
 
 def reach(phase: Phase) -> None:
     """Notify the listeners that the calling device has reached a phase."""

@@ -1,0 +1,238 @@
+"""Processes that are killed at any time change no bit of what the others end with.
+
+The oracle is the same program on virtual devices, of which none is lost.
+"""
+
+import os
+import random
+import signal
+import time
+from functools import partial
+
+import pytest
+import torch
+
+import fshard as fs
+from tests.helpers.ended import wait_until
+from tests.recovery import trained
+from tests.recovery.oracle import moved, undisturbed
+from tests.recovery.programs import Run
+from tests.recovery.trained import PROGRAMS, PROGRAMS_OF_A_MESH
+
+PROGRAMS_HERE = {**PROGRAMS, **PROGRAMS_OF_A_MESH}
+
+
+def train(name, steps, seconds, options, run, write):
+    """Be a process of an elastic run; log each step, and save the result."""
+    trained.STEPS = steps
+    trained.is_at_end = partial(stops, run)
+    make_mesh, program = PROGRAMS_HERE[name]
+
+    def logged(elastic_run):
+        save = elastic_run.save
+        write(devices=elastic_run.mesh.size, latest=elastic_run.latest)
+
+        def save_and_log(step, tree, **save_options):
+            save(step, tree, **save_options)
+            write(step=step, devices=elastic_run.mesh.size)
+            time.sleep(seconds)
+
+        elastic_run.save = save_and_log
+        return program(elastic_run)
+
+    torch.manual_seed(3)
+    if run.folder is not None:
+        options = {**options, "folder": fs.Checkpoints(run.folder, every=1000)}
+    elastic = fs.elastic(make_mesh, timeout=run.timeout, **options)(logged)
+    result = elastic()
+    if result is not None:
+        torch.save(result, run.logs / f"{os.getpid()}.pt")
+    write(end="returned", generations=[generation._asdict() for generation in elastic.generations])
+
+
+def stops(run, elastic_run, steps):
+    """Return True on all processes after the last step, or once the test has stopped them."""
+    if steps == trained.STEPS:
+        return True
+    flag = torch.tensor([run.stop_file.exists()], dtype=torch.int64)
+    mesh = elastic_run.mesh
+    (total,) = fs.run(lambda: fs.psum(flag, mesh.axis_names), mesh=mesh)
+    return bool(total)
+
+
+def results_of(run):
+    return [torch.load(path) for path in run.logs.glob("*.pt")]
+
+
+def start(folder, name, steps, *, count=4, seconds=0.0, options=None, **of_run):
+    """Start the processes of a program; return the run."""
+    run = Run(folder, **of_run)
+    run.main = partial(train, name, steps, seconds, options or {})
+    run.start(count, run.main)
+    return run
+
+
+def wait_for_step(run, step, processes):
+    """Wait until processes have made a step."""
+
+    def have_made():
+        run.check_errors(processes)
+        return all(run.last(process).get("step", 0) >= step for process in processes)
+
+    wait_until(have_made, 40)
+
+
+def wait_for_end(run, processes):
+    wait_until(lambda: all("end" in run.last(process) for process in processes), 60)
+
+
+def check_bits(run, name, steps, count):
+    """Compare what processes have ended with to a run of which nothing was lost."""
+    results = results_of(run)
+    assert len(results) == count
+    before = trained.STEPS
+    trained.STEPS = steps
+    try:
+        expected = undisturbed(*PROGRAMS[name])
+    finally:
+        trained.STEPS = before
+    for result in results:
+        assert result["losses"] == expected["losses"]
+        for parameter, x in expected["params"].items():
+            assert torch.equal(result["params"][parameter], x), parameter
+
+
+@pytest.mark.parametrize("name", ["zero 3", "zero 1", "tensor axis", "dropout"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_process_changes_no_bit(name, victim, tmp_path):
+    run = start(tmp_path, name, 12, seconds=0.01, has_folder=False)
+    try:
+        wait_for_step(run, 3, range(4))
+        time.sleep(random.Random(name).random() * 0.02)
+        run.kill(victim)
+        others = [process for process in range(4) if process != victim]
+        wait_for_end(run, others)
+        check_bits(run, name, 12, count=2)
+    finally:
+        run.close()
+
+
+def devices_of(run, process):
+    """Return the number of devices of a process's last mesh, and the time since when."""
+    rows = [row for row in run.rows(process) if "latest" in row]
+    return (rows[-1]["devices"], rows[-1]["at"]) if rows else (0, 0.0)
+
+
+def wait_for_devices(run, count, processes, after):
+    """Wait until processes have made a step on a mesh of some devices, since a time."""
+
+    def have_made():
+        run.check_errors(processes)
+        for process in processes:
+            last = run.last(process)
+            if last.get("devices") != count or "step" not in last or last["at"] < after:
+                return False
+        return True
+
+    wait_until(have_made, 60)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.thorough)])
+@pytest.mark.timeout(3000)
+def test_processes_that_are_killed_and_replaced_change_no_bit(kills, tmp_path):
+    """At random times; each is replaced by a new one, so meshes are of 4, then 2, then 4 devices."""
+    draw = random.Random(kills)
+    run = start(tmp_path, "zero 3", 20_000, seconds=0.002)
+    living = [0, 1, 2, 3]
+    after = 0.0
+    try:
+        for _ in range(kills):
+            wait_for_devices(run, 4, living, after)
+            time.sleep(draw.random() * 0.2)
+            victim = draw.choice(living)
+            after = run.kill(victim)
+            living.remove(victim)
+            if draw.random() < 0.5:
+                wait_for_devices(run, 2, living[:2], after)
+            living.append(len(run.processes))
+            run.start(1, run.main)
+        wait_for_devices(run, 4, living, after)
+        run.stop_file.touch()
+        wait_for_end(run, living)
+        check_bits(run, "zero 3", len(results_of(run)[0]["losses"]), count=4)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("memory", ["host", "disk"])
+@pytest.mark.parametrize("direct", ["0", "1"])
+def test_state_on_the_host_or_on_disk_survives(memory, direct, tmp_path, monkeypatch):
+    monkeypatch.setenv("FSHARD_DISK", str(tmp_path))  # of the oracle
+    name = f"state on {'the host' if memory == 'host' else 'disk'}"
+    environment = {"FSHARD_DIRECT": direct, "FSHARD_DISK": str(tmp_path)}
+    run = start(tmp_path, name, 9, seconds=0.01, has_folder=False, environment=environment)
+    try:
+        wait_for_step(run, 3, range(4))
+        run.kill(1)
+        wait_for_end(run, [0, 2, 3])
+        check_moved(run, name, 9, tmp_path)
+    finally:
+        run.close()
+
+
+def check_moved(run, name, steps, folder):
+    """Compare with a run on disk that moved from four devices to those left, where this one did."""
+    generations = [run.rows(process)[-1]["generations"][-1] for process in (0, 2, 3)]
+    (step,) = {generation["step"] for generation in generations}
+    count = len(generations[0]["devices"])
+    before = trained.STEPS
+    trained.STEPS = steps
+    try:
+        expected = moved(*PROGRAMS_HERE[name], folder / "moved", step, (4, count))
+    finally:
+        trained.STEPS = before
+    results = results_of(run)
+    assert len(results) == count
+    for result in results:
+        for parameter, x in expected["params"].items():
+            assert torch.equal(result["params"][parameter], x), parameter
+
+
+def test_a_run_grows_and_shrinks(tmp_path):
+    """2 -> 4, by two processes that are started later, then 4 -> 3 -> 2 by two that are killed."""
+    run = start(tmp_path, "draws", 2000, count=2, seconds=0.005)
+    try:
+        wait_for_devices(run, 2, [0, 1], 0.0)
+        run.start(2, run.main)
+        wait_for_devices(run, 4, range(4), 0.0)
+        after = run.kill(2)
+        wait_for_devices(run, 3, [0, 1, 3], after)
+        after = run.kill(0)
+        wait_for_devices(run, 2, [1, 3], after)
+        run.stop_file.touch()
+        wait_for_end(run, [1, 3])
+
+        results = results_of(run)
+        torch.manual_seed(3)
+        expected = sum([torch.rand(12) for _ in range(results[0]["steps"])], torch.zeros(12))
+        assert len(results) == 2
+        for result in results:
+            assert torch.equal(result["w"], expected)
+    finally:
+        run.close()
+
+
+def test_a_stopped_process_is_left_behind_after_the_limit(tmp_path):
+    run = start(tmp_path, "zero 3", 200, seconds=0.01, has_folder=False, timeout=3.0)
+    try:
+        wait_for_step(run, 3, range(4))
+        run.kill(3, by=signal.SIGSTOP)
+        wait_for_end(run, [0, 1, 2])
+        run.kill(3, by=signal.SIGCONT)
+        wait_until(lambda: "error" in run.last(3), 20)
+
+        assert "went on without" in run.last(3)["error"]
+        assert "timeout=" in run.last(3)["error"]
+        check_bits(run, "zero 3", 200, count=2)
+    finally:
+        run.close()
