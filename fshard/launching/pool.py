@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -274,10 +273,10 @@ class Processes:
 
     def _lose(self, worker: Worker, report: WorkerReport, running: int) -> None:
         """Go on without a process: write that, and let it end if it has not."""
-        loss = str(report.error).removesuffix(".")
+        loss = str(report.error).removesuffix(".")  # how it died, unless it has a traceback
         if report.trace:
-            sys.stderr.write(report.trace)
-            loss = f"process {worker.rank} of {self.n} failed with this error"
+            failed = f"process {worker.rank} of {self.n} failed with this error"
+            loss = f"{report.summary()}\n{failed}"
         write_loss(loss, running)
         worker.connection.close()
 

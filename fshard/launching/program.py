@@ -62,6 +62,7 @@ def run_program(words: Sequence[str], n: int) -> int:
     That is 0 for a success, see Note [Runs that lose processes], else the code of the process that
     makes it a failure. SIGINT and SIGTERM are passed on; a second one, or a process that is there
     30 s later, ends them all. After a signal the code is 0 only if all ended with 0 at the signal.
+    On Linux the processes end with this one, however it ends.
     """
     store = serve_store()
     threads = os.environ.get("OMP_NUM_THREADS") or "1"

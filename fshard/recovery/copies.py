@@ -12,14 +12,16 @@ tree, once. Each device also keeps the shares of some others. Four devices, `cop
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fshard.checkpoint.index import Index, index_of
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.snapshot import TreeSnapshot, as_device_of, snapshot_of
 from fshard.errors import MismatchError
@@ -69,6 +71,25 @@ class Version:
     shares: dict[int, Tensor]
     memory: Tensor
     is_first: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """A version as it can be read.
+
+    Args:
+        key: of the version.
+        step: as the program counts.
+        index: of the tree.
+        shares: that the caller may read, by owner.
+        holders: the device of the mesh that has each share.
+    """
+
+    key: Key
+    step: int
+    index: Index
+    shares: Mapping[int, Tensor]
+    holders: Mapping[int, int]
 
 
 class Arriving(NamedTuple):
@@ -172,6 +193,30 @@ class Copies:
         """Return what a device of the mesh keeps."""
         return self.shelves.setdefault(self._names[device], Shelf())
 
+    @property
+    def last_step(self) -> int | None:
+        """The step of the last version of this generation; None before the first."""
+        if self._mesh is None or not self._mesh.is_member:
+            return None
+        shelf = self.shelf(local_devices(self._mesh)[0])
+        return shelf.versions[0].step if shelf.saved else None
+
+    def last_saved(self) -> Found | None:
+        """Return the last version of this generation, if there is one, as the caller may read it.
+
+        A device reads its own share, and asks the others for theirs.
+        """
+        mesh = self._mesh
+        if mesh is None or self.last_step is None:
+            return None
+        versions: dict[int, Version] = {}
+        for device in local_devices(mesh):
+            versions[device] = self.shelf(device).versions[0]
+        shares = {device: version.shares[device] for device, version in versions.items()}
+        holders = {owner: owner for owner in range(mesh.size)}
+        last = next(iter(versions.values()))
+        return Found(last.key, last.step, index_of(json.loads(last.text)), shares, holders)
+
     @torch.no_grad()
     def save(self, step: int, tree: PyTree, *, flag: bool = False) -> bool:
         """Keep a version of a tree; return True if any device has a flag.
@@ -227,7 +272,9 @@ class Copies:
                 with owned_by(mesh.devices[device]):
                     free = empty_in(self._memory, (longest,), torch.uint8, mesh.device_type)
             memory[device] = free[:longest]
-        content.staged(memory).wait()
+        staged = content.staged(memory)
+        if self._memory == "host":
+            staged.wait()  # others read it; what a device reads waits by itself
         return memory
 
     def complete(self) -> None:

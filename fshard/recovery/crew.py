@@ -13,9 +13,9 @@ from fshard.errors import CollectiveTimeoutError, LostProcessError, MeshError
 from fshard.mesh.layout import Mesh
 from fshard.mesh.runtimes import process
 from fshard.mesh.spmd import moments
-from fshard.recovery.copies import Copies, Shelf
+from fshard.recovery.copies import Copies, Found, Shelf
 from fshard.recovery.members import Members
-from fshard.recovery.survey import Found, find_here, find_together
+from fshard.recovery.survey import find_here, find_together
 
 MakeMesh = Callable[[Sequence[int]], Mesh | None]
 """A function from the numbers of the devices that are there to a mesh of some or all of them."""
@@ -23,6 +23,11 @@ MakeMesh = Callable[[Sequence[int]], Mesh | None]
 
 class Crew(Protocol):
     """The devices of one generation, as `fs.elastic` needs them."""
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation, equal on all devices."""
+        ...
 
     @property
     def names(self) -> tuple[int, ...]:
@@ -66,7 +71,8 @@ class Crew(Protocol):
 class VirtualCrew:
     """Virtual devices."""
 
-    def __init__(self, names: tuple[int, ...], wanted: list[int]) -> None:
+    def __init__(self, generation: int, names: tuple[int, ...], wanted: list[int]) -> None:
+        self.generation = generation
         self.names = names
         self._wanted = wanted
         """The number of devices that are to join, in a list that all generations share."""
@@ -92,7 +98,7 @@ class VirtualCrew:
             first = self._wanted[1]
             names += range(first, first + self._wanted[0])
             self._wanted[:] = [0, first + self._wanted[0]]
-        return VirtualCrew(tuple(names), self._wanted)
+        return VirtualCrew(self.generation + 1, tuple(names), self._wanted)
 
     def find(self, copies: Copies, mesh: Mesh) -> Found | None:
         return find_here(copies.shelves)
@@ -114,6 +120,10 @@ class ProcessCrew:
         self._members = members
         self._busy: list[int] = []
         """The names of the devices of the mesh."""
+
+    @property
+    def generation(self) -> int:
+        return self._members.generation
 
     @property
     def names(self) -> tuple[int, ...]:

@@ -33,11 +33,10 @@ from fshard.mesh.reshard.between import mesh_of_numbers
 from fshard.mesh.runtimes.launchers import launched
 from fshard.mesh.spmd.run import device_of, is_outside
 from fshard.mesh.spmd.scope import here
-from fshard.recovery.copies import RANDOM, TREE, Copies
+from fshard.recovery.copies import RANDOM, TREE, Copies, Found
 from fshard.recovery.crew import Crew, MakeMesh, ProcessCrew, VirtualCrew, largest_mesh
 from fshard.recovery.members import Members
 from fshard.recovery.source import SharesInMemory
-from fshard.recovery.survey import Found
 from fshard.transforms.options import integer, must_be, one_of
 
 Result = TypeVar("Result")
@@ -77,12 +76,20 @@ class ElasticRun:
 
     It has the methods of `fs.Checkpoints`, also for `booster.save` and `booster.load`.
 
-    mesh: of the devices.
+    Args:
+        mesh: of the devices.
+        names: of the devices in the run, in mesh order.
+        copies: what is in their memory.
+        crew: all devices that are there.
+        found: the version that the generation begins with.
+        folder: where it saves too.
+        every: `save` keeps the steps that this divides.
     """
 
     def __init__(
         self,
         mesh: Mesh,
+        names: tuple[int, ...],
         copies: Copies,
         crew: Crew,
         found: Found | None,
@@ -90,6 +97,7 @@ class ElasticRun:
         every: int,
     ) -> None:
         self.mesh = mesh
+        self.names = names
         self._copies = copies
         self._crew = crew
         self._found = found
@@ -103,15 +111,17 @@ class ElasticRun:
 
     @property
     def latest(self) -> int | None:
-        """The step of the version to go on from; None if the run begins anew."""
+        """The step of the last version, to go on from; None if the run begins anew."""
+        if self._copies.last_step is not None:
+            return self._copies.last_step
         if self._found is not None:
             return self._found.step
         return None if self._folder is None else self._folder.latest
 
     @property
     def origin(self) -> str:
-        """Where the version to go on from is: "memory", "checkpoint", or "" without one."""
-        if self._found is not None:
+        """Where the last version is: "memory", "checkpoint", or "" without one."""
+        if self._copies.last_step is not None or self._found is not None:
             return "memory"
         return "" if self.latest is None else "checkpoint"
 
@@ -124,13 +134,13 @@ class ElasticRun:
         strict: bool = True,
         cast: bool = False,
     ) -> Any:
-        """Return the version to go on from, in the layouts of a target: see `fs.restore`.
+        """Return the last version, in the layouts of a target: see `fs.restore`.
 
-        Random generators get their states of that version too.
+        Random generators get their states of that version too. All devices of the mesh call it.
         """
         self._has_restored = True
-        found = self._found
-        if found is None:
+        version = self._last_version()
+        if version is None:
             if self._folder is None:
                 raise CheckpointError(
                     "run.restore: nothing was saved yet. Call it if run.latest is not None."
@@ -138,18 +148,22 @@ class ElasticRun:
             return self._folder.restore(target, only=only, rename=rename, strict=strict, cast=cast)
 
         with torch.no_grad(), as_device_of(self.mesh):
-            source = self._source(found)
+            source = self._source(version)
             part = RenamedSource(RenamedSource(source, TREE), only, rename)
             tree = restore_from(part, "run.restore", target, strict=strict, cast=cast)
             restore_from(RenamedSource(source, RANDOM), "run.restore", RandomState())
         return tree
 
-    def _source(self, found: Found) -> SharesInMemory:
-        """Return the version as a source: devices of the mesh read together, unless one has all."""
-        if self.mesh.runtime == "virtual":
-            return SharesInMemory(found.index, found.shares, {}, None)
+    def _last_version(self) -> Found | None:
+        """Return what was saved last in this generation, or what it began with."""
+        return self._copies.last_saved() or self._found
+
+    def _source(self, version: Found) -> SharesInMemory:
+        """Return a version as a source: devices of the mesh read together, unless one has all."""
+        if len(version.shares) == len(version.holders):
+            return SharesInMemory(version.index, version.shares, {}, None)
         meeting = mesh_of_numbers(self.mesh.devices, self.mesh)
-        return SharesInMemory(found.index, found.shares, found.holders, meeting)
+        return SharesInMemory(version.index, version.shares, version.holders, meeting)
 
     def save(
         self,
@@ -270,15 +284,20 @@ class Elastic(Generic[Result]):
         while True:
             loss: Exception | None = None
             try:
-                found = self._find(crew, copies, run)
-                run = self._next_run(crew, copies, found, lost, noticed)
+                mesh = largest_mesh(self._make_mesh, crew.numbers)
+                found = self._find(crew, copies, mesh, run)
+                run = self._next_run(crew, copies, mesh, found)
+                generation = Generation(
+                    run.names, lost, run.latest, run.origin, time.monotonic() - noticed
+                )
+                self.generations.append(generation)
                 if run.latest is None:
                     begin()  # one that begins anew draws the same numbers again
-                if not run.mesh.is_member:
+                if not mesh.is_member:
                     if not crew.wait():
                         return None
                     raise Regroup
-                with use_mesh(run.mesh):
+                with use_mesh(mesh):
                     result = self._function(run, *args, **kwargs)
                 run.settle()
                 crew.end()
@@ -296,6 +315,9 @@ class Elastic(Generic[Result]):
             noticed = time.monotonic()
             before = crew.names
             crew = crew.regroup(loss)
+            if loss is not None and crew.names == before:
+                crew.leave()
+                raise loss  # all are there: they have waited for each other in vain
             lost = tuple([name for name in before if name not in crew.names])
             copies.drop(lost)
 
@@ -313,13 +335,15 @@ class Elastic(Generic[Result]):
                 "started together; got None. Processes: fshard run --elastic --processes 4 file.py."
             )
         self._wanted[1] = self._devices
-        return VirtualCrew(tuple(range(self._devices)), self._wanted)
+        return VirtualCrew(0, tuple(range(self._devices)), self._wanted)
 
-    def _find(self, crew: Crew, copies: Copies, last_run: ElasticRun | None) -> Found | None:
+    def _find(
+        self, crew: Crew, copies: Copies, mesh: Mesh, last_run: ElasticRun | None
+    ) -> Found | None:
         """Find the version to go on from; None: that of the folder, or the run begins anew."""
         found: Found | None = None
         try:
-            found = crew.find(copies, largest_mesh(self._make_mesh, crew.numbers))
+            found = crew.find(copies, mesh)
         except LostStateError:
             if self._folder is None:
                 raise
@@ -328,29 +352,11 @@ class Elastic(Generic[Result]):
                 last_run.settle()
         return found
 
-    def _next_run(
-        self,
-        crew: Crew,
-        copies: Copies,
-        found: Found | None,
-        lost: tuple[int, ...],
-        noticed: float,
-    ) -> ElasticRun:
-        """Return the run of the next generation.
-
-        Args:
-            crew: its devices.
-            copies: what is in their memory.
-            found: the version that it goes on from.
-            lost: the devices that were lost before, and when that was `noticed`.
-        """
-        mesh = largest_mesh(self._make_mesh, crew.numbers)
+    def _next_run(self, crew: Crew, copies: Copies, mesh: Mesh, found: Found | None) -> ElasticRun:
+        """Return the run of the next generation, which goes on from a version."""
         names = tuple([crew.names[crew.numbers.index(number)] for number in mesh.devices])
-        copies.begin(len(self.generations), mesh, names, None if found is None else found.key)
-        run = ElasticRun(mesh, copies, crew, found, self._folder, self._every)
-        seconds = time.monotonic() - noticed
-        self.generations.append(Generation(names, lost, run.latest, run.origin, seconds))
-        return run
+        copies.begin(crew.generation, mesh, names, None if found is None else found.key)
+        return ElasticRun(mesh, names, copies, crew, found, self._folder, self._every)
 
 
 def elastic(

@@ -13,18 +13,17 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fshard.checkpoint.index import Index, index_of
+from fshard.checkpoint.index import index_of
 from fshard.errors import LostStateError
 from fshard.mesh.layout import Mesh
 from fshard.mesh.reshard.rounds import ROUND
 from fshard.mesh.spmd.run import run_on_devices
-from fshard.recovery.copies import Key, Shelf, Version
+from fshard.recovery.copies import Found, Key, Shelf, Version
 from fshard.recovery.exchange import Piece, all_bytes, fetch
 
 
@@ -42,25 +41,6 @@ class Holding(NamedTuple):
     size: int
     name: int
     is_first: bool
-
-
-@dataclass(frozen=True)
-class Found:
-    """The version that a generation begins with.
-
-    Args:
-        key: of the version.
-        step: as the program counts.
-        index: of the tree.
-        shares: that the caller may read, by owner.
-        holders: the device of the new mesh that has each share.
-    """
-
-    key: Key
-    step: int
-    index: Index
-    shares: Mapping[int, Tensor]
-    holders: Mapping[int, int]
 
 
 def holdings(shelves: Mapping[int, Shelf]) -> list[Holding]:
@@ -119,7 +99,8 @@ def find_here(shelves: Mapping[int, Shelf]) -> Found | None:
         shares |= version.shares
         found = version
     assert found is not None
-    return Found(key, found.step, index_of(json.loads(found.text)), shares, {})
+    holders = dict.fromkeys(shares, 0)  # the caller has all
+    return Found(key, found.step, index_of(json.loads(found.text)), shares, holders)
 
 
 @torch.no_grad()

@@ -15,16 +15,18 @@ import torch
 import fshard as fs
 from tests.helpers.ended import wait_until
 from tests.recovery import trained
-from tests.recovery.oracle import undisturbed
+from tests.recovery.oracle import moved, undisturbed
 from tests.recovery.programs import Run
-from tests.recovery.trained import PROGRAMS
+from tests.recovery.trained import PROGRAMS, PROGRAMS_OF_A_MESH
+
+PROGRAMS_HERE = {**PROGRAMS, **PROGRAMS_OF_A_MESH}
 
 
 def train(name, steps, seconds, options, run, write):
     """Be a process of an elastic run; log each step, and save the result."""
     trained.STEPS = steps
     trained.is_at_end = partial(stops, run)
-    make_mesh, program = PROGRAMS[name]
+    make_mesh, program = PROGRAMS_HERE[name]
 
     def logged(elastic_run):
         save = elastic_run.save
@@ -158,5 +160,105 @@ def test_processes_that_are_killed_and_replaced_change_no_bit(kills, tmp_path):
         run.stop_file.touch()
         wait_for_end(run, living)
         check_bits(run, "zero 3", len(results_of(run)[0]["losses"]), count=4)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("memory", ["host", "disk"])
+@pytest.mark.parametrize("direct", ["0", "1"])
+def test_state_on_the_host_or_on_disk_survives(memory, direct, tmp_path, monkeypatch):
+    monkeypatch.setenv("FSHARD_DISK", str(tmp_path))  # of the oracle
+    name = f"state on {'the host' if memory == 'host' else 'disk'}"
+    environment = {"FSHARD_DIRECT": direct, "FSHARD_DISK": str(tmp_path)}
+    run = start(tmp_path, name, 9, seconds=0.01, has_folder=False, environment=environment)
+    try:
+        wait_for_step(run, 3, range(4))
+        run.kill(1)
+        wait_for_end(run, [0, 2, 3])
+        check_moved(run, name, 9, tmp_path)
+    finally:
+        run.close()
+
+
+def check_moved(run, name, steps, folder):
+    """Compare with a run on disk that moved from four devices to those left, where this one did."""
+    generations = [run.rows(process)[-1]["generations"][-1] for process in (0, 2, 3)]
+    (step,) = {generation["step"] for generation in generations}
+    count = len(generations[0]["devices"])
+    before = trained.STEPS
+    trained.STEPS = steps
+    try:
+        expected = moved(*PROGRAMS_HERE[name], folder / "moved", step, (4, count))
+    finally:
+        trained.STEPS = before
+    results = results_of(run)
+    assert len(results) == count
+    for result in results:
+        for parameter, x in expected["params"].items():
+            assert torch.equal(result["params"][parameter], x), parameter
+
+
+def test_a_run_grows_and_shrinks(tmp_path):
+    """2 -> 4, by two processes that are started later, then 4 -> 3 -> 2 by two that are killed."""
+    run = start(tmp_path, "draws", 2000, count=2, seconds=0.005)
+    try:
+        wait_for_devices(run, 2, [0, 1], 0.0)
+        run.start(2, run.main)
+        wait_for_devices(run, 4, range(4), 0.0)
+        after = run.kill(2)
+        wait_for_devices(run, 3, [0, 1, 3], after)
+        after = run.kill(0)
+        wait_for_devices(run, 2, [1, 3], after)
+        run.stop_file.touch()
+        wait_for_end(run, [1, 3])
+
+        results = results_of(run)
+        torch.manual_seed(3)
+        expected = sum([torch.rand(12) for _ in range(results[0]["steps"])], torch.zeros(12))
+        assert len(results) == 2
+        for result in results:
+            assert torch.equal(result["w"], expected)
+    finally:
+        run.close()
+
+
+def test_a_stopped_process_is_left_behind_after_the_limit(tmp_path):
+    run = start(tmp_path, "zero 3", 200, seconds=0.01, has_folder=False, timeout=3.0)
+    try:
+        wait_for_step(run, 3, range(4))
+        run.kill(3, by=signal.SIGSTOP)
+        wait_for_end(run, [0, 1, 2])
+        run.kill(3, by=signal.SIGCONT)
+        wait_until(lambda: "error" in run.last(3), 20)
+
+        assert "went on without" in run.last(3)["error"]
+        assert "timeout=" in run.last(3)["error"]
+        check_bits(run, "zero 3", 200, count=2)
+    finally:
+        run.close()
+
+
+def wait_in_vain(run, write):
+    """Be a process of a program in which each receives what the other one never sends."""
+
+    def receive():
+        other = 1 - fs.axis_index("data")
+        return fs.recv(torch.ones(1), "data", other)
+
+    def program(elastic_run):
+        write(devices=elastic_run.mesh.size)
+        fs.run(receive, mesh=elastic_run.mesh)
+
+    fs.elastic(trained.of_count, timeout=run.timeout)(program)()
+
+
+def test_processes_that_wait_in_vain_raise(tmp_path):
+    """Nobody is lost: to begin anew would wait for ever."""
+    run = Run(tmp_path, has_folder=False, timeout=2.0)
+    try:
+        run.start(2, wait_in_vain)
+        wait_until(lambda: "error" in run.last(0) and "error" in run.last(1), 40)
+        errors = run.last(0)["error"] + run.last(1)["error"]
+        assert "CollectiveTimeoutError" in errors  # the other one may have seen this one leave
     finally:
         run.close()

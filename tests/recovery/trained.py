@@ -182,6 +182,19 @@ def batchnorm(run):
     return {"params": plain(kept["params"]), "buffers": plain(kept["buffers"])}
 
 
+def draws(run):
+    """Numbers that are equal on all devices, added up: any mesh has the same sum."""
+    layout = fs.Layout(run.mesh, P("data"))
+    kept = {"w": fs.device_put(torch.zeros(12), layout), "steps": 0}
+    if run.latest is not None:
+        kept = run.restore(kept)
+    while not is_at_end(run, kept["steps"]):
+        drawn = fs.device_put(torch.rand(12), layout)
+        kept = {"w": kept["w"] + drawn, "steps": kept["steps"] + 1}
+        run.save(kept["steps"], kept)
+    return {"w": plain(kept["w"]), "steps": kept["steps"]}
+
+
 def boosted(run, plugin=None):
     """Torch's loop with a shuffled loader, which stops in the middle of an epoch."""
     return fs.run(_boosted, run, plugin, mesh=run.mesh)[0]
@@ -250,6 +263,7 @@ PROGRAMS = {
     "1f1b": (of_pairs("pipe"), stages),
     "experts": (of_pairs("expert"), experts),
     "booster": (of_powers, boosted),
+    "draws": (of_count, draws),
 }
 """The function that makes the mesh, and the program. Its bits are those of any such mesh."""
 
