@@ -96,6 +96,7 @@ MAY_IMPORT = {
         "parallelism",
         "experts",
         "launching",
+        "recovery",
     },  # plans are of all of these
     "command": {
         "errors",
