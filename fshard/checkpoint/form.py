@@ -1,4 +1,4 @@
-"""`TreeForm`: what the saves of one tree have in common, which is all but the values.
+"""`TreeForm`: names, layouts and shares, which the saves of one tree have in common.
 
 A run saves one tree again and again. Names, the index, and which device writes what are computed
 for the first of these saves; the others find them by a key.
@@ -125,7 +125,7 @@ class StoredRange(NamedTuple):
 
 @dataclass
 class TreeForm:
-    """What the saves of one tree have in common.
+    """The properties that the saves of one tree have in common: all but values.
 
     Args:
         index: without the values of the tree.
@@ -302,8 +302,8 @@ def share_sizes(tree: PyTree) -> list[int]:
 
 def local_index(x: Any, device: int) -> int:
     """Return the index of a device's shard among those of the caller; 0 for a plain tensor."""
-    is_whole = isinstance(x, Sharded) and is_outside(x.mesh)
-    return x.mesh.local_index(device) if is_whole else 0
+    has_all_shards = isinstance(x, Sharded) and is_outside(x.mesh)
+    return x.mesh.local_index(device) if has_all_shards else 0
 
 
 def _entries(
