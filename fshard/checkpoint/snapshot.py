@@ -65,7 +65,7 @@ class TreeSnapshot:
     replicas: Mapping[int, Sequence[str]]
     mesh: Mesh | None = None
     wait: Callable[[], object] = tuple
-    deaths: int = field(default_factory=deaths.__len__)
+    deaths: int = field(default_factory=lambda: len(deaths))
 
     @property
     def ranks(self) -> Sequence[int] | None:

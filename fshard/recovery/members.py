@@ -386,8 +386,6 @@ class Members:
 
     def _client(self, address: str, port: int, limit: timedelta) -> TCPStore:
         """Connect to the store of this generation."""
-        # If the process that serves it has ended, torch would try again until the limit.
-        self._wait_for(lambda: _listens(address, port))
         return store_within(
             lambda: TCPStore(address, port, is_master=False, timeout=limit),
             limit,
@@ -409,15 +407,6 @@ class Members:
     def _raise_if_lost(self) -> None:
         if self.has_lost():
             raise _LostMeanwhileError
-
-
-def _listens(address: str, port: int) -> bool:
-    """Return True if a program listens at a port."""
-    try:
-        socket.create_connection((address, port), 1.0).close()
-    except OSError:
-        return False
-    return True
 
 
 class _LostMeanwhileError(FshardError):

@@ -346,3 +346,30 @@ def test_growth_needs_a_number():
     train = fs.elastic(of_count, devices=2)(program)
     with pytest.raises(ValueError, match="count must be an integer >= 1, got 0"):
         train()
+
+
+# -- going back ------------------------------------------------------------------------------------
+
+
+def goes_back(run):
+    """Save two versions, and restore the last one, of which the tree was changed since."""
+    layout = fs.Layout(run.mesh, fs.P.flat("data"))
+    kept = {"w": fs.device_put(torch.arange(6.0), layout), "steps": 1}
+    run.save(1, kept)
+    kept = {"w": kept["w"] + 1, "steps": 2}
+    run.save(2, kept)
+    restored = run.restore({"w": kept["w"] * 0, "steps": 0})
+    return fs.unshard(restored["w"]), restored["steps"], run.latest
+
+
+def goes_back_on_devices(run):
+    return fs.run(goes_back, run, mesh=run.mesh)[1]
+
+
+@pytest.mark.parametrize("program", [goes_back, goes_back_on_devices])
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_program_may_go_back_to_its_last_save(program, copies):
+    (w, steps, latest), _ = run_elastic(of_count, program, copies=copies)
+
+    assert torch.equal(w, torch.arange(6.0) + 1)
+    assert (steps, latest) == (2, 2)

@@ -236,3 +236,29 @@ def test_a_stopped_process_is_left_behind_after_the_limit(tmp_path):
         check_bits(run, "zero 3", 200, count=2)
     finally:
         run.close()
+
+
+def wait_in_vain(run, write):
+    """Be a process of a program in which each receives what the other one never sends."""
+
+    def receive():
+        other = 1 - fs.axis_index("data")
+        return fs.recv(torch.ones(1), "data", other)
+
+    def program(elastic_run):
+        write(devices=elastic_run.mesh.size)
+        fs.run(receive, mesh=elastic_run.mesh)
+
+    fs.elastic(trained.of_count, timeout=run.timeout)(program)()
+
+
+def test_processes_that_wait_in_vain_raise(tmp_path):
+    """Nobody is lost: to begin anew would wait for ever."""
+    run = Run(tmp_path, has_folder=False, timeout=2.0)
+    try:
+        run.start(2, wait_in_vain)
+        wait_until(lambda: "error" in run.last(0) and "error" in run.last(1), 40)
+        errors = run.last(0)["error"] + run.last(1)["error"]
+        assert "CollectiveTimeoutError" in errors  # the other one may have seen this one leave
+    finally:
+        run.close()
