@@ -97,6 +97,7 @@ MAY_IMPORT = {
         "parallelism",
         "experts",
         "launching",
+        "recovery",
     },  # plans are of all of these
     "command": {
         "errors",

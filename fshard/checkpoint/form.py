@@ -1,4 +1,4 @@
-"""`TreeForm`: what the saves of one tree have in common, which is all but the values.
+"""`TreeForm`: names, layouts and shares, which the saves of one tree have in common.
 
 A run saves one tree again and again. Names, the index, and which device writes what are computed
 for the first of these saves; the others find them by a key.
@@ -9,7 +9,7 @@ for the first of these saves; the others find them by a key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from fshard.checkpoint.division import ArrayEntry
+from fshard.checkpoint.division import ArrayEntry, Division
 from fshard.checkpoint.index import Index, storable, validate_storable
 from fshard.checkpoint.names import (
     PLAIN,
@@ -28,7 +28,9 @@ from fshard.checkpoint.names import (
     is_array,
     is_object,
     leaves_of,
+    limited_depth,
     nodes_of,
+    opened,
     stored_parts,
     tie_key,
     validate_unique,
@@ -123,7 +125,7 @@ class StoredRange(NamedTuple):
 
 @dataclass
 class TreeForm:
-    """What the saves of one tree have in common.
+    """The properties that the saves of one tree have in common: all but values.
 
     Args:
         index: without the values of the tree.
@@ -221,47 +223,87 @@ def _new_form(tree: OpenTree, arrays: Sequence[Any], meshes: Sequence[Mesh]) -> 
     leaves = [*tree.named()]
     validate_unique(leaves, "save")
     validate_storable(leaves)
-
-    firsts: dict[Any, NamedLeaf] = {}
-    ties: dict[str, tuple[TreePath, str]] = {}
-    parts: list[tuple[NamedLeaf, tuple[int, ...], Any]] = []
-    stored: list[int] = []
-    places: list[tuple[TreePath, int | None, Any]] = []
-    place = 0  # of a leaf, among those of the tree
-    number = 0  # of an array
-    for leaf in leaves:
-        if not is_array(leaf.value):
-            # An empty container is made for the list of names: it is no leaf of the tree.
-            is_leaf = place < len(tree.leaves) and tree.leaves[place] is leaf.value
-            places.append((leaf.path, place, None) if is_leaf else (leaf.path, None, leaf.value))
-            place += is_leaf
-            continue
-        place += 1
-        own_parts = [*stored_parts(leaf.value)]
-        first = firsts.setdefault(tie_key(leaf.value), leaf)
-        if leaf.name != first.name:
-            ties[leaf.name] = leaf.path, first.name
-        if leaf is first:
-            parts.extend([(leaf, offset, x) for offset, x in own_parts])
-            stored.extend(range(number, number + len(own_parts)))
-        number += len(own_parts)
-
+    parts, stored, ties = _stored(leaves)
     for x in arrays:
         if isinstance(x, Sharded):
             x.check()
+
     writers, devices = _writers(meshes)
     size = 1 if writers is None else writers.root_size
-    index = Index(size, _entries(parts, size), [*ties.values()], [])
+    index = Index(size, _entries(parts, size), ties, [])
     local_indices: dict[int, list[int]] = {}
     for device in devices:
         local_indices[device] = [local_index(x, device) for _, _, x in parts]
+    places = _places_of_values(leaves, tree.leaves)
     return TreeForm(index, stored, places, writers, devices, local_indices)
+
+
+Part = tuple[NamedLeaf, tuple[int, ...], Any]
+"""An array that is stored: its leaf, the offset in the array of that leaf, and the array."""
+
+
+def _stored(
+    leaves: Iterable[NamedLeaf],
+) -> tuple[list[Part], list[int], list[tuple[TreePath, str]]]:
+    """Return the arrays that are stored, their numbers among all arrays, and the ties of others."""
+    firsts: dict[Any, NamedLeaf] = {}
+    ties: dict[str, tuple[TreePath, str]] = {}
+    parts: list[Part] = []
+    stored: list[int] = []
+    number = 0
+    for leaf in leaves:
+        if not is_array(leaf.value):
+            continue
+        first = firsts.setdefault(tie_key(leaf.value), leaf)
+        if leaf.name != first.name:
+            ties[leaf.name] = leaf.path, first.name
+        for offset, x in stored_parts(leaf.value):
+            if leaf is first:
+                parts.append((leaf, offset, x))
+                stored.append(number)
+            number += 1
+    return parts, stored, [*ties.values()]
+
+
+def _places_of_values(
+    leaves: Iterable[NamedLeaf], nodes: Sequence[Any]
+) -> list[tuple[TreePath, int | None, Any]]:
+    """Return of each value its path, its number among the nodes, and the value of one without."""
+    places: list[tuple[TreePath, int | None, Any]] = []
+    place = 0
+    for leaf in leaves:
+        # An empty container is made for the list of names: it is no node.
+        is_node = is_array(leaf.value) or (place < len(nodes) and nodes[place] is leaf.value)
+        if not is_node:
+            places.append((leaf.path, None, leaf.value))
+            continue
+        if not is_array(leaf.value):
+            places.append((leaf.path, place, None))
+        place += 1
+    return places
+
+
+def share_sizes(tree: PyTree) -> list[int]:
+    """Return the bytes of the values that each device writes; the tree may be one without values."""
+    with limited_depth():
+        tree, _ = opened(tree)
+        parts, *_ = _stored(open_tree(tree).named())
+    sizes = [x.mesh.root_size for _, _, x in parts if isinstance(x, Sharded)]
+    size = max(sizes, default=1)
+    entries = _entries(parts, size)
+    division = Division(entries)
+    result: list[int] = []
+    for device in range(size):
+        column = division.column(device)
+        ranges = zip(entries, column.starts, column.stops, strict=True)
+        result.append(sum([(stop - start) * entry.itemsize for entry, start, stop in ranges]))
+    return result
 
 
 def local_index(x: Any, device: int) -> int:
     """Return the index of a device's shard among those of the caller; 0 for a plain tensor."""
-    is_whole = isinstance(x, Sharded) and is_outside(x.mesh)
-    return x.mesh.local_index(device) if is_whole else 0
+    has_all_shards = isinstance(x, Sharded) and is_outside(x.mesh)
+    return x.mesh.local_index(device) if has_all_shards else 0
 
 
 def _entries(
