@@ -1,4 +1,4 @@
-"""Count the results of collectives for their receivers, in `fshard.memory.limit`.
+"""Count the results of collectives for their receivers, in `fshard.memory.limit`; let audits listen.
 
 The buffers of transports are not counted. From its start until its end a collective counts as large
 as its results, and its arguments are kept: so a program has one peak on all runtimes.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout.counting import counting, without_counters
+from fshard.mesh.layout.counting import MessageListener, counting, without_counters
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
@@ -65,10 +65,16 @@ class Delivery:
 
 
 def world_of(group: Group) -> World:
-    """Return the world that runs a group's collectives; within a limit, one that counts results."""
+    """Return the world that runs a group's collectives.
+
+    Within a limit it counts results; in an audit its tensors are listened to.
+    """
     world = group.world.current()
-    if counting().counters:
-        return cast("World", _CountedWorld(world))
+    counts = counting()
+    if counts.counters:
+        world = cast("World", _CountedWorld(world))
+    if counts.listener is not None:
+        world = cast("World", _HeardWorld(world, counts.listener))
     return world
 
 
@@ -101,3 +107,49 @@ class _CountedWorld:
     def send(self, *args: Any) -> None:
         with without_counters():
             self.world.send(*args)
+
+
+@dataclass(frozen=True)
+class _HeardWorld:
+    """A world whose tensors a listener takes, as they are sent and as they arrive."""
+
+    world: World
+    listener: MessageListener
+
+    def start(
+        self,
+        move: Wired,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        site: Site,
+        purpose: Purpose = "values",
+        dtype: torch.dtype | None = None,
+    ) -> Pending:
+        subject = f"{move.name} over {'+'.join(group.axes)}"
+        self.listener.sent(group.number, subject, xs)
+        pending = self.world.start(move, xs, group, site, purpose, dtype)
+        return cast("Pending", _HeardDelivery(pending, self.listener, group.number, subject))
+
+    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, *rest: Any) -> Pending:
+        subject = f"message from device {group.number_of(source)}"
+        pending = self.world.receive(likes, group, source, *rest)
+        return cast("Pending", _HeardDelivery(pending, self.listener, group.number, subject))
+
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, *rest: Any) -> None:
+        self.listener.sent(group.number, f"message to device {group.number_of(to)}", xs)
+        self.world.send(xs, group, to, *rest)
+
+
+@dataclass(frozen=True)
+class _HeardDelivery:
+    """A collective or message in progress, whose results a listener takes."""
+
+    pending: Pending
+    listener: MessageListener
+    device: int
+    subject: str
+
+    def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
+        results = self.pending.wait(into)
+        self.listener.received(self.device, self.subject, results)
+        return results

@@ -34,6 +34,7 @@ from fshard.transforms.gradient import GradientFunction, ParamTree, StepInputs
 from fshard.transforms.module.buffers import Buffers
 from fshard.transforms.options import Options, StepOptions
 from fshard.transforms.patterns import named, parts_of
+from fshard.transforms.recording import DeviceRecorder
 from fshard.transforms.stages.buffers import StageWrites, stage_buffers, stage_of, with_buffers
 from fshard.transforms.stages.device import StageStep
 from fshard.transforms.stages.functions import in_groups, stage_functions
@@ -233,7 +234,10 @@ class StageProgram:
             device = compute_device(slices.scope.mesh)
             writes = StageWrites(options.caller, inputs.buffers, index, device)
         shards = inputs.params.shards(index)
-        return StageStep(plans, slices, shards, writes, inputs.scale)
+        recorder: DeviceRecorder | None = None
+        if inputs.recorder is not None:
+            recorder = inputs.recorder.on_device(slices.scope.number)
+        return StageStep(plans, slices, shards, writes, inputs.scale, recorder)
 
     def differentiable(
         self, options: StepOptions, mesh: Mesh, specs: PyTree, params: PyTree, batch: PyTree
