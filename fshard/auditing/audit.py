@@ -1,0 +1,362 @@
+"""`audit`: a training step that repeats itself in another layout, every so many steps."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard.auditing.compare import Difference
+from fshard.auditing.diagnosis import (
+    Finding,
+    device_name,
+    differences_of_all,
+    faults_of_all,
+    persistent,
+    transient,
+)
+from fshard.auditing.layouts import OtherLayout, layout_errors, other_step
+from fshard.auditing.meeting import is_any
+from fshard.auditing.records import copies_of
+from fshard.auditing.replicas import UnequalReplicas, unequal_replicas
+from fshard.auditing.runs import KINDS, Run, Twin, run_recorded
+from fshard.errors import AuditError
+from fshard.mesh.collectives.ledger import uncounted
+from fshard.mesh.layout import Mesh, PyTree
+from fshard.optim.sharded.layouts import Stage
+from fshard.randomness import random_state
+from fshard.source import call_site
+from fshard.transforms.train_step import TrainStep
+
+OnDifference = Literal["raise", "warn"]
+
+_SHOWN = 3
+"""The number of differences of a kind that a table has."""
+
+
+def audit(
+    step: TrainStep,
+    *,
+    every: int = 1000,
+    mesh: Mesh | None = None,
+    stage: Stage | None = None,
+    folder: str | os.PathLike[str] = "audits",
+    on_difference: OnDifference = "raise",
+    digest: bool = False,
+    program: str | None = None,
+    **options: Any,
+) -> AuditedStep:
+    """Return a step that repeats itself in another layout every `every` steps, and compares.
+
+    It is called as `step` is, by all processes, and returns what that returns. The n-th call is
+    audited if n is a multiple of `every`; the first is one only with every=1. In an audited call
+    the arguments are kept, as copies; the step runs; then it runs again from the kept ones in the
+    other layout. Gradients, parameters, state, buffers and metrics must be equal: in bits if both
+    steps are `reproducible`, else up to rounding, by the bounds of `fs.testing.certify`; then the
+    second update takes the gradients of the first, and both gradients are compared.
+
+    A difference names the step, the device, the leaf, the element and the phase: both runs are
+    repeated, and digests of all that devices compute, send and receive show where a run first
+    differed from its repetition, or the layouts from each other. The arguments are saved in
+    `folder`; `fshard replay` and `fs.replay` repeat that step alone.
+
+    What it does not see: what happened before the arguments were kept, such as a bit that flipped
+    in a step without an audit (but see `digest`), and what is wrong in both layouts alike.
+
+    Args:
+        step: of `fs.train_step`.
+        every: audit each call whose number is a multiple of this.
+        mesh: another mesh with the same axes: of another size, of fewer devices, or of the same
+            ones in another order. None: that of the step.
+        stage: another stage of ZeRO. Parameters move too, between 3 and the others.
+        folder: for the arguments of a step that differs: `folder/step-12`.
+        on_difference: "raise" an AuditError, on all processes, or "warn" and go on.
+        digest: compare what several devices hold after each step, too: parameters, state and
+            buffers. It costs a psum of 8 bytes, and a digest of what is replicated.
+        program: "FILE:FUNCTION", which the folder keeps for `fshard replay`: see `fs.replay`.
+        options: those of `train_step` that the other step has instead: another schedule, bucket...
+            Without mesh, stage and options it repeats the step as it is, which finds what does not
+            happen twice.
+
+    >>> import torch, fshard as fs
+    >>> from fshard import P
+    >>> mesh, half = fs.make_mesh({"data": 4}), fs.make_mesh({"data": 2})
+    >>> params = fs.shard_params({"w": torch.ones(3)}, fs.fsdp("data"), mesh=mesh)
+    >>> opt = fs.partition_optimizer(fs.optim.adamw(0.1), mesh=mesh, axis="data", stage=3)
+    >>> def loss_fn(params, x):
+    ...     return (params["w"] * x).sum(1).square().mean()
+    >>> step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), reproducible=True)
+    >>> step = audit(step, every=2, mesh=half, stage=1)
+    >>> state = step.init(params)
+    >>> for _ in range(4):
+    ...     params, state, metrics = step(params, state, torch.ones(8, 3))
+    >>> print(step.last.text)
+    step 4: data=4, ZeRO 3 against data=2, ZeRO 1: equal bits
+    >>> step.audits
+    2
+    """
+    errors: list[str] = []
+    if not isinstance(step, TrainStep):  # pyright: ignore[reportUnnecessaryIsInstance]
+        errors.append(f"step must be a step of fs.train_step; got {type(step).__name__}")
+    if type(every) is not int or every < 1:
+        errors.append(f"every must be an integer >= 1; got {every!r}")
+    if on_difference not in ("raise", "warn"):
+        errors.append(f'on_difference must be "raise" or "warn"; got {on_difference!r}')
+    if program is not None and ":" not in program:
+        errors.append(f'program must be "FILE:FUNCTION"; got {program!r}')
+    if not errors:
+        other = other_step(step, mesh, stage, options)
+        errors = layout_errors(step, other)
+        is_exact = step.options.reproducible and other.options.reproducible
+        twin = Twin(OtherLayout(step, other), is_exact)
+    if errors:
+        raise ValueError(f"fs.audit: {'; '.join(errors)}.")
+    return AuditedStep(twin, every, Path(folder), on_difference, digest, program)
+
+
+class AuditOutcome(NamedTuple):
+    """The outcome of the audit of one step.
+
+    Args:
+        step: the number of the call.
+        findings: what is at fault; empty if both layouts agree.
+        differences: of gradients and results, on all devices.
+        text: the table.
+    """
+
+    step: int
+    findings: Sequence[Finding]
+    differences: Sequence[Difference]
+    text: str
+
+    @property
+    def is_equal(self) -> bool:
+        """True if both layouts agree."""
+        return not self.findings
+
+
+class AuditedStep:
+    """A step that is audited: see `audit`. It is called as a `TrainStep` is.
+
+    Args:
+        twin: the step, and the other layout.
+        every: audit each call whose number is a multiple of this.
+        folder: for the arguments of steps that differ.
+        on_difference: "raise" or "warn".
+        has_digest: compare replicas after each step.
+        program: makes the step again, for `fshard replay`.
+
+    `calls` counts calls, `audits` those that were audited; `last` is the outcome of the last audit,
+    None before the first.
+    """
+
+    __name__ = "train_step"  # for what wraps a function, such as functools.wraps
+
+    def __init__(
+        self,
+        twin: Twin,
+        every: int,
+        folder: Path,
+        on_difference: OnDifference,
+        has_digest: bool,
+        program: str | None,
+    ) -> None:
+        self.twin = twin
+        self.every = every
+        self.folder = folder
+        self.on_difference: OnDifference = on_difference
+        self.has_digest = has_digest
+        self.program = program
+        self.calls = 0
+        self.audits = 0
+        self.last: AuditOutcome | None = None
+
+    @property
+    def step(self) -> TrainStep:
+        """The step that is audited."""
+        return self.twin.step
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices of the step."""
+        return self.step.mesh
+
+    def init(self, params: PyTree) -> PyTree:
+        """Return the state of the optimizer."""
+        return self.step.init(params)
+
+    def __call__(self, params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, ...]:
+        """Return the next parameters, state, buffers if there are any, and metrics."""
+        self.calls += 1
+        if self.calls % self.every:
+            results = self.step(params, state, *inputs)
+        else:
+            results = self._audited([params, state, *inputs])
+        if self.has_digest:
+            self._compare_replicas(results)
+        return results
+
+    def _audited(self, arguments: Sequence[PyTree]) -> tuple[Any, ...]:
+        """Run the step and audit it; save its arguments if it differs."""
+        kept = [copies_of(tree) for tree in arguments]
+        random = torch.get_rng_state()
+        results, outcome = self.check(arguments, self.calls)
+        self.audits += 1
+        self.last = outcome
+        if outcome.is_equal:
+            return results
+        folder = self._save(outcome, kept, random)
+        self._complain(f"{outcome.text}\nRepeat it alone: {self._way_to_replay(folder)}")
+        return results
+
+    def check(
+        self, arguments: Sequence[PyTree], number: int
+    ) -> tuple[tuple[Any, ...], AuditOutcome]:
+        """Run the step in both layouts; return its results, and the outcome of step `number`.
+
+        The arguments are donated, if the step donates its arguments.
+        """
+        kept = [copies_of(tree) for tree in arguments]
+        random = random_state()
+        is_first_run = _is_new(self.step)
+        first = run_recorded(self.step, arguments)
+        after = random_state()
+        with uncounted():
+            steps = _Repeatable(self.step, is_first_run), _Repeatable(self.twin.other)
+            other = self.twin.run_other(steps[1].step, kept, random, first)
+            found = self.twin.compare(first, other)
+            findings: list[Finding] = []
+            if is_any(self.mesh, bool(found)):
+                found = differences_of_all(self.mesh, found)
+                again = self.twin.run_again(steps[0].again(), kept, random)
+                other_again = self.twin.run_other(steps[1].again(), kept, random, first)
+                findings = self._diagnose(kept, (first, other), (again, other_again), found)
+        after.set()
+        text = self._table(number, findings, found)
+        return first.returned, AuditOutcome(number, findings, found, text)
+
+    def _diagnose(
+        self,
+        kept: Sequence[PyTree],
+        runs: tuple[Run, Run],
+        repetitions: tuple[Run, Run],
+        found: Sequence[Difference],
+    ) -> list[Finding]:
+        """Return the findings of two runs that differ: see `diagnosis`."""
+        meshes = self.mesh, self.twin.other.mesh
+        unequal = self._unequal_replicas(kept)
+        if unequal:
+            return [_of_replicas(replica, self.mesh, "before the step") for replica in unequal]
+        findings: list[Finding] = []
+        places = ("in this layout", "in the other layout, which audits")
+        for mesh, run, again, place in zip(meshes, runs, repetitions, places, strict=True):
+            findings += transient(faults_of_all(mesh, run, again), mesh, place)
+        if findings:
+            return findings
+        records = runs[0].record, runs[1].record
+        return [persistent(*records, meshes, found, has_slices=self.twin.is_exact)]
+
+    # -- replicas ----------------------------------------------------------------------------------
+
+    def _compare_replicas(self, results: Sequence[PyTree]) -> None:
+        """Compare what several devices hold after a step; raise or warn if it differs."""
+        unequal = self._unequal_replicas(results[:-1])  # metrics are equal by their making
+        if unequal:
+            lines = [f"step {self.calls}: replicas must be equal on all devices"]
+            for replica in unequal:
+                lines.append(_of_replicas(replica, self.mesh, "after the step").text)
+            self._complain("\n  ".join(lines))
+
+    def _unequal_replicas(self, trees: Sequence[PyTree]) -> list[UnequalReplicas]:
+        """Return the leaves of parameters, state and buffers whose replicas differ."""
+        kinds = ["params", "state"]
+        if self.step.options.has_buffers:
+            kinds.append("buffers")
+        named = {KINDS[kind]: tree for kind, tree in zip(kinds, trees, strict=False)}
+        with torch.no_grad():
+            return unequal_replicas(named, self.mesh, call_site())
+
+    # -- texts -------------------------------------------------------------------------------------
+
+    def _complain(self, text: str) -> None:
+        """Raise or warn."""
+        if self.on_difference == "raise":
+            raise AuditError(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    def _table(self, number: int, findings: Sequence[Finding], found: Sequence[Difference]) -> str:
+        """Return the table of an outcome: a title, findings, and differences by kind."""
+        layouts = f"{_layout_name(self.step)} against {_layout_name(self.twin.other)}"
+        measure = "bits" if self.twin.is_exact else "up to rounding"
+        verdict = "different" if findings else "equal"
+        lines = [f"step {number}: {layouts}: {verdict} {measure}"]
+        lines += [f"  {finding.text}" for finding in findings]
+        if not findings:
+            return lines[0]
+        for kind in ("gradient", *KINDS.values()):
+            of_kind = [difference for difference in found if difference.kind == kind]
+            if not of_kind:
+                lines.append(f"  {kind:<10} equal")
+            for difference in of_kind[:_SHOWN]:
+                lines.append(f"  {kind:<10} {self._described(difference)}")
+            if len(of_kind) > _SHOWN:
+                lines.append(f"  {kind:<10} and {len(of_kind) - _SHOWN} more")
+        return "\n".join(lines)
+
+    def _described(self, difference: Difference) -> str:
+        device = device_name(self.mesh, difference.device)
+        return (
+            f"{difference.name} is {difference.value}, in the other layout {difference.other} "
+            f"({device}; {difference.count} elements)"
+        )
+
+    # -- the folder --------------------------------------------------------------------------------
+
+    def _save(self, outcome: AuditOutcome, kept: Sequence[PyTree], random: Tensor) -> Path:
+        """Save the arguments of a step, with the table."""
+        from fshard.auditing.folder import save_step
+
+        path = self.folder / f"step-{outcome.step}"
+        save_step(path, outcome, kept, random, self.program)
+        return path
+
+    def _way_to_replay(self, folder: Path) -> str:
+        return f"fshard replay {folder} {self.program or 'FILE:FUNCTION'}"
+
+
+class _Repeatable:
+    """A step that is to be repeated with the same collectives, in the same order.
+
+    A first run agrees on more than later ones, so its repetition is that of a new step.
+    """
+
+    def __init__(self, step: TrainStep, is_first_run: bool | None = None) -> None:
+        self.step = step
+        self.is_first_run = _is_new(step) if is_first_run is None else is_first_run
+
+    def again(self) -> TrainStep:
+        """Return the step for the repetition."""
+        return self.step.replace() if self.is_first_run else self.step
+
+
+def _is_new(step: TrainStep) -> bool:
+    """Return True if a step has run on no parameters yet."""
+    return all([plans.order is None for _, plans in step.gradient.plans])
+
+
+def _layout_name(step: TrainStep) -> str:
+    """Return the mesh of a step, and its stage of ZeRO."""
+    axes = [f"{name}={size}" for name, size in step.mesh.axes]
+    return f"{', '.join(axes)}, ZeRO {step.optimizer.stage}"
+
+
+def _of_replicas(replica: UnequalReplicas, mesh: Mesh, when: str) -> Finding:
+    """Return the finding of a leaf whose replicas differ."""
+    names = [device_name(mesh, number) for number in replica.devices]
+    text = f"{replica.leaf} has other values on {' and '.join(names)} than on most, {when}"
+    return Finding("replicas", replica.devices[0], replica.leaf, text)
