@@ -35,9 +35,6 @@ from fshard.transforms.train_step import TrainStep
 
 OnDifference = Literal["raise", "warn"]
 
-_SHOWN = 3
-"""The number of differences of a kind that a table has."""
-
 
 def audit(
     step: TrainStep,
@@ -257,9 +254,15 @@ class AuditedStep:
         for mesh, run, again, place in zip(meshes, runs, repetitions, places, strict=True):
             findings += transient(faults_of_all(mesh, run, again), mesh, place)
         if findings:
-            return findings
+            # Beside a fault that happens once, layouts may disagree.
+            found = self.twin.compare(*repetitions)
+            if not is_any(self.mesh, bool(found)):
+                return findings
+            found = differences_of_all(self.mesh, found)
+            runs = repetitions
         records = runs[0].record, runs[1].record
-        return [persistent(*records, meshes, found, has_slices=self.twin.is_exact)]
+        has_slices = self.twin.is_exact
+        return [*findings, persistent(*records, meshes, found, has_slices=has_slices)]
 
     # -- replicas ----------------------------------------------------------------------------------
 
@@ -300,19 +303,19 @@ class AuditedStep:
             return lines[0]
         for kind in ("gradient", *KINDS.values()):
             of_kind = [difference for difference in found if difference.kind == kind]
-            if not of_kind:
-                lines.append(f"  {kind:<10} equal")
-            for difference in of_kind[:_SHOWN]:
-                lines.append(f"  {kind:<10} {self._described(difference)}")
-            if len(of_kind) > _SHOWN:
-                lines.append(f"  {kind:<10} and {len(of_kind) - _SHOWN} more")
+            lines.append(f"  {kind:<10} {self._described(of_kind)}")
         return "\n".join(lines)
 
-    def _described(self, difference: Difference) -> str:
-        device = device_name(self.mesh, difference.device)
+    def _described(self, found: Sequence[Difference]) -> str:
+        """Return the first of the differences of a kind, and the number of leaves."""
+        if not found:
+            return "equal"
+        first = found[0]
+        leaves = {difference.leaf for difference in found}
+        others = f"; {len(leaves)} leaves differ" if len(leaves) > 1 else ""
         return (
-            f"{difference.name} is {difference.value}, in the other layout {difference.other} "
-            f"({device}; {difference.count} elements)"
+            f"{first.name} is {first.value}, in the other layout {first.other}, on "
+            f"{device_name(self.mesh, first.device)}{others}"
         )
 
     # -- the folder --------------------------------------------------------------------------------

@@ -19,7 +19,14 @@ from typing import Any, NamedTuple
 
 from fshard.auditing.compare import Difference
 from fshard.auditing.meeting import texts_of_all
-from fshard.auditing.records import Entry, Fault, StepRecord, faults, origins
+from fshard.auditing.records import (
+    Entry,
+    Fault,
+    StepRecord,
+    faults,
+    origins,
+    sent_otherwise,
+)
 from fshard.auditing.runs import Run
 from fshard.mesh.layout import Mesh
 
@@ -59,30 +66,31 @@ def device_name(mesh: Mesh, number: int) -> str:
 
 
 def faults_of_all(mesh: Mesh, run: Run, again: Run) -> list[Fault]:
-    """Return the first differences of a run from its repetition, of all devices of its mesh."""
+    """Return where a run first differed from its repetition, on any device of its mesh."""
     rows = [
         [fault.device, [*fault.entry], fault.leaf] for fault in faults(run.record, again.record)
     ]
+    sent_rows = sent_otherwise(run.record, again.record)
     found: list[Fault] = []
-    for text in texts_of_all(mesh, json.dumps(rows)):
-        for device, entry, leaf in json.loads(text):
+    sent: list[tuple[str, int, int]] = []
+    for text in texts_of_all(mesh, json.dumps([rows, sent_rows])):
+        rows, sent_rows = json.loads(text)
+        sent += [(subject, group, count) for subject, group, count in sent_rows]
+        for device, entry, leaf in rows:
             found.append(Fault(device, Entry(*entry), leaf))
-    return found
+    return origins(found, sent)
 
 
 def transient(found: Sequence[Fault], mesh: Mesh, where: str) -> list[Finding]:
     """Return a finding for each device at fault."""
     findings: list[Finding] = []
-    for fault in origins(found):
+    for fault in found:
         name = device_name(mesh, fault.device)
-        is_message = fault.entry.direction == "received"
-        phase = f"{fault.entry.direction} {fault.entry}" if fault.leaf == "" else str(fault.entry)
-        event = "received" if is_message else fault.entry.direction
-        leaf = (
-            f", which is of {fault.leaf}" if fault.leaf and fault.leaf != fault.entry.leaf else ""
-        )
-        text = f"{name} {event} another {fault.entry} than when the step was repeated{leaf}"
-        findings.append(Finding(phase, fault.device, fault.leaf, f"{text}, {where}"))
+        entry = fault.entry
+        text = f"{name} {entry.direction} another {entry} than when the step was repeated, {where}"
+        if fault.leaf and fault.leaf != entry.leaf:
+            text += f"; the first leaf with it is {fault.leaf}"
+        findings.append(Finding(str(entry), fault.device, fault.leaf, text))
     return findings
 
 
@@ -106,7 +114,9 @@ def persistent(
         has_slices: True if slices have equal bits in both layouts.
     """
     if has_slices:
-        tables = [slices_of_all(mesh, record) for mesh, record in zip(meshes, (first, other))]
+        tables = [
+            slices_of_all(mesh, record) for mesh, record in zip(meshes, (first, other), strict=True)
+        ]
         for phase in SLICE_PHASES:
             finding = _unequal_slice(phase, tables, meshes)
             if finding is not None:

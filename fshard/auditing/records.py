@@ -8,8 +8,8 @@
     computed  loss of slice 0  ...           computed  loss of slice 2  ...
 
 The entries of a device are in the order of time, which is the same when the step is repeated. So
-the first entry that differs is where a fault came in. A device whose first difference is an entry
-that it received is innocent, unless no device has sent anything else than before: then the message
+the first entry that differs is where a fault came in. A device whose first difference is something
+that it received is innocent, if another device has sent something else: if none has, the message
 was changed on its way.
 """
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.layout import PyTree, path_text
-from fshard.mesh.layout.counting import counting, counting_by
+from fshard.mesh.layout.counting import Parcel, counting, counting_by
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
 from fshard.mesh.spmd.global_inputs import digest
 from fshard.optim.leaves import Leaves
@@ -44,7 +44,8 @@ class Entry(NamedTuple):
         direction: computed, sent or received.
         subject: the phase, or the collective with its axes.
         leaf: the parameter, or "".
-        slice: the number of the slice among all.
+        slice: the number of the slice among all; of a message -1.
+        group: of a collective, the first device of those that take part; else -1.
         count: how often the same has occurred before on this device.
     """
 
@@ -52,7 +53,13 @@ class Entry(NamedTuple):
     subject: str
     leaf: str
     slice: int
+    group: int = -1
     count: int = 0
+
+    @property
+    def message(self) -> tuple[str, int, int]:
+        """A key of a message or collective, which is equal on all devices that take part."""
+        return self.subject, self.group, self.count
 
     def __str__(self) -> str:
         if self.subject in ("loss", "gradient", "output"):
@@ -78,11 +85,10 @@ class DeviceRecord:
     def record(self, phase: Phase, leaf: str, x: Any) -> None:
         """Record what the device has computed, or the result of a collective by its parameter."""
         direction: Direction = "received" if phase in _RECEIVED else "computed"
-        self.add(direction, phase, path_text(leaf), x)
+        self.add(Entry(direction, phase, path_text(leaf), self._slice), x)
 
-    def add(self, direction: Direction, subject: str, leaf: str, x: Any) -> None:
+    def add(self, entry: Entry, x: Any) -> None:
         """Add an entry."""
-        entry = Entry(direction, subject, leaf, self._slice)
         count = self._counts[entry]
         self._counts[entry] += 1
         self.digests[entry._replace(count=count)] = digest_of(x)
@@ -93,6 +99,14 @@ class DeviceRecord:
             if other.digests.get(entry) != value:
                 return entry
         return None
+
+    def sent_otherwise(self, other: DeviceRecord) -> list[tuple[str, int, int]]:
+        """Return the messages that the device has sent with other values."""
+        messages: list[tuple[str, int, int]] = []
+        for entry, value in self.digests.items():
+            if entry.direction == "sent" and other.digests.get(entry) != value:
+                messages.append(entry.message)
+        return messages
 
     def leaf_from(self, first: Entry, other: DeviceRecord) -> str:
         """Return the leaf of a difference: its own, or that of the next one that has any."""
@@ -117,6 +131,7 @@ class StepRecord:
         self.devices: dict[int, DeviceRecord] = {}
         self.grads: PyTree = None
         self._substitute = substitute
+        self._parcels: Counter[tuple[int, str, int, bool]] = Counter()
 
     def on_device(self, number: int) -> DeviceRecord:
         """Return the record of a device, by its number in the world."""
@@ -127,14 +142,20 @@ class StepRecord:
         self.grads = copies_of(grads)
         return grads if self._substitute is None else self._substitute(grads)
 
-    def sent(self, device: int, subject: str, xs: Sequence[Tensor]) -> None:
-        """Record the tensors that a device gives to a collective, or sends."""
-        if not subject.startswith("broadcast"):  # receivers give memory without values
-            self.on_device(device).add("sent", subject, "", xs)
+    def begin(self, device: int, subject: str, group: int, *, receives: bool) -> Parcel:
+        """Count a message that a device receives, or else sends."""
+        key = (device, subject, group, receives)
+        number = self._parcels[key]
+        self._parcels[key] += 1
+        return Parcel(device, subject, group, number)
 
-    def received(self, device: int, subject: str, xs: Sequence[Tensor]) -> None:
+    def sent(self, parcel: Parcel, xs: Sequence[Tensor]) -> None:
+        """Record the tensors that a device gives to a collective, or sends."""
+        self.on_device(parcel.device).digests[_entry_of("sent", parcel)] = digest_of(xs)
+
+    def received(self, parcel: Parcel, xs: Sequence[Tensor]) -> None:
         """Record the results of a collective on a device, or a message that it gets."""
-        self.on_device(device).add("received", subject, "", xs)
+        self.on_device(parcel.device).digests[_entry_of("received", parcel)] = digest_of(xs)
 
     @contextmanager
     def listening(self) -> Generator[None]:
@@ -152,7 +173,13 @@ class StepRecord:
             if not isinstance(leaf, Sharded):
                 continue
             for number, shard in zip(numbers, leaf.shards, strict=True):
-                self.on_device(number).add("computed", phase, path_text(path), shard)
+                entry = Entry("computed", phase, path_text(path), -1)
+                self.on_device(number).add(entry, shard)
+
+
+def _entry_of(direction: Direction, parcel: Parcel) -> Entry:
+    """Return the entry of a message."""
+    return Entry(direction, parcel.subject, "", -1, parcel.group, parcel.number)
 
 
 @torch.no_grad()
@@ -202,11 +229,25 @@ def faults(record: StepRecord, other: StepRecord) -> list[Fault]:
     return found
 
 
-def origins(found: Iterable[Fault]) -> list[Fault]:
-    """Return the faults of devices that differ in what they computed or sent themselves.
+def sent_otherwise(record: StepRecord, other: StepRecord) -> list[tuple[str, int, int]]:
+    """Return the messages that any device has sent with other values in another record."""
+    messages: list[tuple[str, int, int]] = []
+    for number, device in record.devices.items():
+        messages += device.sent_otherwise(other.devices.get(number, DeviceRecord()))
+    return messages
 
-    If there are none, messages were changed on their way: all faults.
+
+def origins(found: Sequence[Fault], sent: Iterable[tuple[str, int, int]]) -> list[Fault]:
+    """Return the faults that no message explains, which another device has sent otherwise.
+
+    Args:
+        found: the first difference of each device.
+        sent: the messages that devices have sent with other values.
     """
-    found = [*found]
-    own = [fault for fault in found if fault.entry.direction != "received"]
-    return own or found
+    explanations = {*sent}
+    unexplained: list[Fault] = []
+    for fault in found:
+        is_explained = fault.entry.direction == "received" and fault.entry.message in explanations
+        if not is_explained:
+            unexplained.append(fault)
+    return unexplained or [*found]

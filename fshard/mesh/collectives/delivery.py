@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout.counting import MessageListener, counting, without_counters
+from fshard.mesh.layout.counting import MessageListener, Parcel, counting, without_counters
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
@@ -126,18 +126,33 @@ class _HeardWorld:
         dtype: torch.dtype | None = None,
     ) -> Pending:
         subject = f"{move.name} over {'+'.join(group.axes)}"
-        self.listener.sent(group.number, subject, xs)
+        parcel = self.listener.begin(group.number, subject, group.base, receives=True)
+        if has_values(move, group):
+            self.listener.sent(parcel, xs)
         pending = self.world.start(move, xs, group, site, purpose, dtype)
-        return cast("Pending", _HeardDelivery(pending, self.listener, group.number, subject))
+        return cast("Pending", _HeardDelivery(pending, self.listener, parcel))
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, *rest: Any) -> Pending:
-        subject = f"message from device {group.number_of(source)}"
+        subject = f"message of device {group.number_of(source)} to device {group.number}"
+        parcel = self.listener.begin(group.number, subject, group.base, receives=True)
         pending = self.world.receive(likes, group, source, *rest)
-        return cast("Pending", _HeardDelivery(pending, self.listener, group.number, subject))
+        return cast("Pending", _HeardDelivery(pending, self.listener, parcel))
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, *rest: Any) -> None:
-        self.listener.sent(group.number, f"message to device {group.number_of(to)}", xs)
+        subject = f"message of device {group.number} to device {group.number_of(to)}"
+        parcel = self.listener.begin(group.number, subject, group.base, receives=False)
+        self.listener.sent(parcel, xs)
         self.world.send(xs, group, to, *rest)
+
+
+def has_values(move: Wired, group: Group) -> bool:
+    """Return True if the calling device gives values to a collective.
+
+    To a broadcast all but one device give memory for the result.
+    """
+    from fshard.mesh.collectives.moves import Broadcast  # which imports this module
+
+    return not isinstance(move, Broadcast) or group.index == move.source
 
 
 @dataclass(frozen=True)
@@ -146,10 +161,9 @@ class _HeardDelivery:
 
     pending: Pending
     listener: MessageListener
-    device: int
-    subject: str
+    parcel: Parcel
 
     def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         results = self.pending.wait(into)
-        self.listener.received(self.device, self.subject, results)
+        self.listener.received(self.parcel, results)
         return results

@@ -96,14 +96,34 @@ class StorageCounter(Protocol):
         ...
 
 
+class Parcel(NamedTuple):
+    """A message or collective, as a listener knows it.
+
+    Args:
+        device: the number of the device that sends or receives.
+        subject: of the message: equal on all devices that take part, as `group` is.
+        group: the first device of those that take part.
+        number: of such messages of the device, in the order of their starts; from 0.
+    """
+
+    device: int
+    subject: str
+    group: int
+    number: int
+
+
 class MessageListener(Protocol):
     """Takes the tensors that devices send to each other: see `fshard.auditing`."""
 
-    def sent(self, device: int, subject: str, xs: Sequence[Tensor]) -> None:
+    def begin(self, device: int, subject: str, group: int, *, receives: bool) -> Parcel:
+        """Count a message that a device receives, or else sends."""
+        ...
+
+    def sent(self, parcel: Parcel, xs: Sequence[Tensor]) -> None:
         """Take the tensors that a device gives to a collective, or sends."""
         ...
 
-    def received(self, device: int, subject: str, xs: Sequence[Tensor]) -> None:
+    def received(self, parcel: Parcel, xs: Sequence[Tensor]) -> None:
         """Take the results of a collective on a device, or a message that it gets."""
         ...
 
