@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fshard.auditing.compare import Difference
 from fshard.auditing.diagnosis import (
+    UNREPEATABLE,
     Finding,
     device_name,
     differences_of_all,
@@ -20,6 +21,7 @@ from fshard.auditing.diagnosis import (
     persistent,
     transient,
 )
+from fshard.auditing.folder import save_step
 from fshard.auditing.layouts import OtherLayout, layout_errors, other_step
 from fshard.auditing.meeting import is_any
 from fshard.auditing.records import copies_of
@@ -34,6 +36,9 @@ from fshard.source import call_site
 from fshard.transforms.train_step import TrainStep
 
 OnDifference = Literal["raise", "warn"]
+
+REPLICAS = "replicas"
+"""The phase of a finding of replicas that differ."""
 
 
 def audit(
@@ -207,8 +212,7 @@ class AuditedStep:
         self.last = outcome
         if outcome.is_equal:
             return results
-        folder = self._save(outcome, kept, random)
-        self._complain(f"{outcome.text}\nRepeat it alone: {self._way_to_replay(folder)}")
+        self._complain(f"{outcome.text}\n{self._save(outcome, kept, random)}")
         return results
 
     def check(
@@ -249,10 +253,13 @@ class AuditedStep:
         unequal = self._unequal_replicas(kept)
         if unequal:
             return [_of_replicas(replica, self.mesh, "before the step") for replica in unequal]
-        findings: list[Finding] = []
+        by_run: list[list[Finding]] = []
         places = ("in this layout", "in the other layout, which audits")
         for mesh, run, again, place in zip(meshes, runs, repetitions, places, strict=True):
-            findings += transient(faults_of_all(mesh, run, again), mesh, place)
+            by_run.append(transient(faults_of_all(mesh, run, again), mesh, place))
+        if all(by_run):
+            return [UNREPEATABLE]
+        findings = [finding for row in by_run for finding in row]
         if findings:
             # Beside a fault that happens once, layouts may disagree.
             found = self.twin.compare(*repetitions)
@@ -294,7 +301,8 @@ class AuditedStep:
 
     def _table(self, number: int, findings: Sequence[Finding], found: Sequence[Difference]) -> str:
         """Return the table of an outcome: a title, findings, and differences by kind."""
-        layouts = f"{_layout_name(self.step)} against {_layout_name(self.twin.other)}"
+        layout, other_layout = self.twin.names
+        layouts = f"{layout} against {other_layout}"
         measure = "bits" if self.twin.is_exact else "up to rounding"
         verdict = "different" if findings else "equal"
         lines = [f"step {number}: {layouts}: {verdict} {measure}"]
@@ -320,16 +328,13 @@ class AuditedStep:
 
     # -- the folder --------------------------------------------------------------------------------
 
-    def _save(self, outcome: AuditOutcome, kept: Sequence[PyTree], random: Tensor) -> Path:
-        """Save the arguments of a step, with the table."""
-        from fshard.auditing.folder import save_step
-
+    def _save(self, outcome: AuditOutcome, kept: Sequence[PyTree], random: Tensor) -> str:
+        """Save the arguments of a step, with the table; return how it is repeated."""
+        if outcome.findings[0].phase == REPLICAS:
+            return "Its arguments are not saved: a checkpoint has one value of each replica."
         path = self.folder / f"step-{outcome.step}"
-        save_step(path, outcome, kept, random, self.program)
-        return path
-
-    def _way_to_replay(self, folder: Path) -> str:
-        return f"fshard replay {folder} {self.program or 'FILE:FUNCTION'}"
+        save_step(path, outcome.step, outcome.text, kept, random, self.program)
+        return f"Repeat it alone: fshard replay {path} {self.program or 'FILE:FUNCTION'}"
 
 
 class _Repeatable:
@@ -352,14 +357,8 @@ def _is_new(step: TrainStep) -> bool:
     return all([plans.order is None for _, plans in step.gradient.plans])
 
 
-def _layout_name(step: TrainStep) -> str:
-    """Return the mesh of a step, and its stage of ZeRO."""
-    axes = [f"{name}={size}" for name, size in step.mesh.axes]
-    return f"{', '.join(axes)}, ZeRO {step.optimizer.stage}"
-
-
 def _of_replicas(replica: UnequalReplicas, mesh: Mesh, when: str) -> Finding:
     """Return the finding of a leaf whose replicas differ."""
     names = [device_name(mesh, number) for number in replica.devices]
     text = f"{replica.leaf} has other values on {' and '.join(names)} than on most, {when}"
-    return Finding("replicas", replica.devices[0], replica.leaf, text)
+    return Finding(REPLICAS, replica.devices[0], replica.leaf, text)

@@ -51,6 +51,16 @@ class Finding(NamedTuple):
     text: str
 
 
+UNREPEATABLE = Finding(
+    "repetition",
+    None,
+    "",
+    "neither run repeats itself: the step depends on something that is none of its arguments, such "
+    "as a count of calls, or random numbers that torch has not drawn",
+)
+"""The finding of a step that gives other numbers in each run, in both layouts."""
+
+
 def device_name(mesh: Mesh, number: int) -> str:
     """Return a device by its number and coordinates, of a process mesh also as a process.
 

@@ -45,7 +45,8 @@ def _tree_of(arguments: Sequence[PyTree], random: Tensor) -> dict[str, PyTree]:
 
 def save_step(
     path: Path,
-    outcome: AuditOutcome,
+    number: int,
+    table: str,
     arguments: Sequence[PyTree],
     random: Tensor,
     program: str | None,
@@ -53,9 +54,9 @@ def save_step(
     """Save the arguments of a step that differed, and what was found; all devices call it."""
     save(path / _ARGUMENTS, _tree_of(arguments, random))
     # Each process writes the same text.
-    facts = {"step": outcome.step, "program": program}
+    facts = {"step": number, "program": program}
     (path / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
-    (path / _TABLE).write_text(f"{outcome.text}\n", encoding="utf-8")
+    (path / _TABLE).write_text(f"{table}\n", encoding="utf-8")
 
 
 def replay(

@@ -13,6 +13,7 @@ from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.reshard.broadcast_to import broadcast_to
 from fshard.mesh.spmd.run import is_outside, local_devices
 from fshard.randomness import DrawState
+from fshard.transforms.options import OPTIONS
 from fshard.transforms.train_step import TrainStep
 
 KINDS = {"params": "parameter", "state": "state", "buffers": "buffer", "metrics": "metric"}
@@ -81,6 +82,11 @@ class Twin(NamedTuple):
         """The step in the other layout."""
         return self.layout.other
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """The two layouts in words: mesh, stage of ZeRO, and options that differ."""
+        return _layout_name(self.step, self.other), _layout_name(self.other, self.step)
+
     def run_other(
         self, step: TrainStep, kept: Sequence[PyTree], random: DrawState, first: Run
     ) -> Run:
@@ -134,3 +140,16 @@ class Twin(NamedTuple):
         if mesh.numbers is not None and not is_outside(mesh):
             metrics = broadcast_to(metrics, source=mesh)
         return copied_like(metrics, like) if self.step.mesh.is_member else metrics
+
+
+def _layout_name(step: TrainStep, other: TrainStep) -> str:
+    """Return the mesh and the stage of a step, and the options that another one has otherwise."""
+    words = [step.mesh.grid, f"ZeRO {step.optimizer.stage}"]
+    for name in OPTIONS:
+        value = getattr(step.options, name)
+        is_named = name != "mesh" and value is not getattr(other.options, name)
+        if is_named and isinstance(value, int | str):
+            words.append(f"{name}={value}")
+        elif is_named and value is not None:
+            words.append(name)
+    return ", ".join(words)
