@@ -132,6 +132,7 @@ class StepRecord:
         self.grads: PyTree = None
         self._substitute = substitute
         self._parcels: Counter[tuple[int, str, int, bool]] = Counter()
+        self._is_update = False
 
     def on_device(self, number: int) -> DeviceRecord:
         """Return the record of a device, by its number in the world."""
@@ -140,10 +141,13 @@ class StepRecord:
     def reduced(self, grads: PyTree) -> PyTree:
         """Record reduced gradients; return those that the update takes."""
         self.grads = copies_of(grads)
+        self._is_update = True
         return grads if self._substitute is None else self._substitute(grads)
 
     def begin(self, device: int, subject: str, group: int, *, receives: bool) -> Parcel:
         """Count a message that a device receives, or else sends."""
+        if self._is_update:
+            subject = f"{subject} in the update"
         key = (device, subject, group, receives)
         number = self._parcels[key]
         self._parcels[key] += 1
@@ -168,6 +172,8 @@ class StepRecord:
 
         `numbers`: of the devices of the caller, in the order of shards.
         """
+        if not numbers:  # the caller is outside of the mesh
+            return
         leaves = Leaves.of(tree)
         for path, leaf in zip(leaves.paths, leaves.leaves, strict=True):
             if not isinstance(leaf, Sharded):
