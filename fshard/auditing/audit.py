@@ -26,7 +26,7 @@ from fshard.auditing.layouts import OtherLayout, layout_errors, other_step
 from fshard.auditing.meeting import is_any
 from fshard.auditing.records import copies_of
 from fshard.auditing.replicas import UnequalReplicas, unequal_replicas
-from fshard.auditing.runs import KINDS, Run, Twin, run_recorded
+from fshard.auditing.runs import KINDS, Run, Trial, Twin, run_recorded
 from fshard.errors import AuditError
 from fshard.mesh.collectives.ledger import uncounted
 from fshard.mesh.layout import Mesh, PyTree
@@ -222,54 +222,48 @@ class AuditedStep:
 
         The arguments are donated, if the step donates its arguments.
         """
-        kept = [copies_of(tree) for tree in arguments]
-        random = random_state()
-        is_first_run = _is_new(self.step)
+        trial = Trial(self.twin, arguments)
         first = run_recorded(self.step, arguments)
         after = random_state()
         with uncounted():
-            steps = _Repeatable(self.step, is_first_run), _Repeatable(self.twin.other)
-            other = self.twin.run_other(steps[1].step, kept, random, first)
+            other = trial.other(first)
             found = self.twin.compare(first, other)
             findings: list[Finding] = []
             if is_any(self.mesh, bool(found)):
                 found = differences_of_all(self.mesh, found)
-                again = self.twin.run_again(steps[0].again(), kept, random)
-                other_again = self.twin.run_other(steps[1].again(), kept, random, first)
-                findings = self._diagnose(kept, (first, other), (again, other_again), found)
+                findings = self._diagnose(trial, (first, other), found)
         after.set()
         text = self._table(number, findings, found)
         return first.returned, AuditOutcome(number, findings, found, text)
 
     def _diagnose(
-        self,
-        kept: Sequence[PyTree],
-        runs: tuple[Run, Run],
-        repetitions: tuple[Run, Run],
-        found: Sequence[Difference],
+        self, trial: Trial, runs: tuple[Run, Run], found: Sequence[Difference]
     ) -> list[Finding]:
         """Return the findings of two runs that differ: see `diagnosis`."""
-        meshes = self.mesh, self.twin.other.mesh
-        unequal = self._unequal_replicas(kept)
+        unequal = self._unequal_replicas(trial.kept)
         if unequal:
             return [_of_replicas(replica, self.mesh, "before the step") for replica in unequal]
-        by_run: list[list[Finding]] = []
-        places = ("in this layout", "in the other layout, which audits")
-        for mesh, run, again, place in zip(meshes, runs, repetitions, places, strict=True):
-            by_run.append(transient(faults_of_all(mesh, run, again), mesh, place))
-        if all(by_run):
+
+        meshes = self.mesh, self.twin.other.mesh
+        first, other = runs
+        again, other_again = trial.step_again(), trial.other_again(first)
+        faults = faults_of_all(self.mesh, first, again)
+        other_faults = faults_of_all(meshes[1], other, other_again)
+        if faults and other_faults:
             return [UNREPEATABLE]
-        findings = [finding for row in by_run for finding in row]
+        findings = transient(faults, self.mesh, "in this layout")
+        findings += transient(other_faults, meshes[1], "in the other layout, which audits")
+
         if findings:
             # Beside a fault that happens once, layouts may disagree.
-            found = self.twin.compare(*repetitions)
+            first, other = again, trial.other_again(again)
+            found = self.twin.compare(first, other)
             if not is_any(self.mesh, bool(found)):
                 return findings
             found = differences_of_all(self.mesh, found)
-            runs = repetitions
-        records = runs[0].record, runs[1].record
         has_slices = self.twin.is_exact
-        return [*findings, persistent(*records, meshes, found, has_slices=has_slices)]
+        disagreement = persistent(first.record, other.record, meshes, found, has_slices=has_slices)
+        return [*findings, disagreement]
 
     # -- replicas ----------------------------------------------------------------------------------
 
@@ -288,8 +282,7 @@ class AuditedStep:
         if self.step.options.has_buffers:
             kinds.append("buffers")
         named = {KINDS[kind]: tree for kind, tree in zip(kinds, trees, strict=False)}
-        with torch.no_grad():
-            return unequal_replicas(named, self.mesh, call_site())
+        return unequal_replicas(named, self.mesh, call_site())
 
     # -- texts -------------------------------------------------------------------------------------
 
@@ -335,26 +328,6 @@ class AuditedStep:
         path = self.folder / f"step-{outcome.step}"
         save_step(path, outcome.step, outcome.text, kept, random, self.program)
         return f"Repeat it alone: fshard replay {path} {self.program or 'FILE:FUNCTION'}"
-
-
-class _Repeatable:
-    """A step that is to be repeated with the same collectives, in the same order.
-
-    A first run agrees on more than later ones, so its repetition is that of a new step.
-    """
-
-    def __init__(self, step: TrainStep, is_first_run: bool | None = None) -> None:
-        self.step = step
-        self.is_first_run = _is_new(step) if is_first_run is None else is_first_run
-
-    def again(self) -> TrainStep:
-        """Return the step for the repetition."""
-        return self.step.replace() if self.is_first_run else self.step
-
-
-def _is_new(step: TrainStep) -> bool:
-    """Return True if a step has run on no parameters yet."""
-    return all([plans.order is None for _, plans in step.gradient.plans])
 
 
 def _of_replicas(replica: UnequalReplicas, mesh: Mesh, when: str) -> Finding:

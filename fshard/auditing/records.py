@@ -16,8 +16,8 @@ was changed on its way.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -142,7 +142,10 @@ class StepRecord:
         """Record reduced gradients; return those that the update takes."""
         self.grads = copies_of(grads)
         self._is_update = True
-        return grads if self._substitute is None else self._substitute(grads)
+        if self._substitute is None:
+            return grads
+        with listened_to_by(None):  # what it moves is none of the step
+            return self._substitute(grads)
 
     def begin(self, device: int, subject: str, group: int, *, receives: bool) -> Parcel:
         """Count a message that a device receives, or else sends."""
@@ -161,11 +164,9 @@ class StepRecord:
         """Record the results of a collective on a device, or a message that it gets."""
         self.on_device(parcel.device).digests[_entry_of("received", parcel)] = digest_of(xs)
 
-    @contextmanager
-    def listening(self) -> Generator[None]:
+    def listening(self) -> AbstractContextManager[None]:
         """Record the messages of the block."""
-        with counting_by(replace(counting(), listener=self)):
-            yield
+        return listened_to_by(self)
 
     def add_results(self, phase: str, tree: PyTree, numbers: Sequence[int]) -> None:
         """Record the local shards of a tree, at the end of the step.
@@ -181,6 +182,11 @@ class StepRecord:
             for number, shard in zip(numbers, leaf.shards, strict=True):
                 entry = Entry("computed", phase, path_text(path), -1)
                 self.on_device(number).add(entry, shard)
+
+
+def listened_to_by(listener: StepRecord | None) -> AbstractContextManager[None]:
+    """Let a record take the messages of the block, or none."""
+    return counting_by(replace(counting(), listener=listener))
 
 
 def _entry_of(direction: Direction, parcel: Parcel) -> Entry:

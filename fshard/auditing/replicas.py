@@ -11,14 +11,15 @@ those that differ from most are named.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fshard.mesh.layout import Mesh, PyTree, path_text
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.reshard.broadcast_to import broadcast_to
 from fshard.mesh.spmd.check_equal import gather_all
 from fshard.mesh.spmd.global_inputs import digest
 from fshard.mesh.spmd.run import is_outside, local_devices, run_on_devices
@@ -64,41 +65,54 @@ def replicated_leaves(trees: Mapping[str, PyTree], mesh: Mesh) -> list[Replicate
     return found
 
 
+@torch.no_grad()
 def unequal_replicas(trees: Mapping[str, PyTree], mesh: Mesh, site: Site) -> list[UnequalReplicas]:
     """Compare the replicas of all leaves: one psum of 8 bytes; return those that differ."""
-    if not mesh.is_member:
+    rows: list[list[Any]] | None = None
+    if mesh.is_member:
+        leaves = replicated_leaves(trees, mesh)
+        devices = local_devices(mesh)
+
+        def on_device(device: int) -> list[list[Any]]:
+            index = devices.index(device)
+            shards = [leaf.shards[index] for leaf in leaves]
+            return [[*replica] for replica in _compared(leaves, shards, mesh, site)]
+
+        rows = run_on_devices(mesh, on_device)[0]
+    if mesh.numbers is not None:  # processes outside of the mesh raise too
+        rows = broadcast_to(rows, source=mesh)
+    assert rows is not None
+    return [UnequalReplicas(*row) for row in rows]
+
+
+def _compared(
+    leaves: Sequence[ReplicatedLeaf], shards: Sequence[Tensor], mesh: Mesh, site: Site
+) -> list[UnequalReplicas]:
+    """Compare the replicas of leaves, as one device."""
+    scope = require(_CALLER)
+    digests: dict[tuple[str, ...], list[int]] = {}
+    for leaf, shard in zip(leaves, shards, strict=True):
+        digests.setdefault(leaf.axes, []).append(digest(shard))
+    total = 0.0
+    for axes, row in digests.items():
+        total += difference(row, scope.group(axes, _CALLER))
+
+    everyone = scope.group(mesh.axis_names, _CALLER)
+    (sum_of_all,) = reduce_rows((host_row([total], torch.device("cpu")),), everyone, site)
+    if not sum_of_all.item():
         return []
-    leaves = replicated_leaves(trees, mesh)
-    devices = local_devices(mesh)
-
-    def on_device(device: int) -> list[UnequalReplicas]:
-        scope = require(_CALLER)
-        index = devices.index(device)
-        digests: dict[tuple[str, ...], list[int]] = {}
-        for leaf in leaves:
-            digests.setdefault(leaf.axes, []).append(digest(leaf.shards[index]))
-        sums: list[float] = []
-        for axes, row in digests.items():
-            sums.append(difference(row, scope.group(axes, _CALLER)))
-
-        everyone = scope.group(mesh.axis_names, _CALLER)
-        (total,) = reduce_rows((host_row([sum(sums)], torch.device("cpu")),), everyone, site)
-        if not total.item():
-            return []
-        return _named(leaves, index, everyone, site)
-
-    return run_on_devices(mesh, on_device)[0]
+    return _named(leaves, shards, everyone, site)
 
 
 def _named(
-    leaves: list[ReplicatedLeaf], index: int, everyone: Group, site: Site
+    leaves: Sequence[ReplicatedLeaf], shards: Sequence[Tensor], everyone: Group, site: Site
 ) -> list[UnequalReplicas]:
     """Gather the digests of all leaves from all devices, and name those that differ from most."""
     scope = require(_CALLER)
     row: list[list[int]] = []
-    for leaf in leaves:
+    for leaf, shard in zip(leaves, shards, strict=True):
         base = scope.group(leaf.axes, _CALLER).base
-        row.append([base, digest(leaf.shards[index])])
+        row.append([base, digest(shard)])
     table = gather_all(torch.tensor(row), everyone, site)  # (devices, leaves, 2)
 
     found: list[UnequalReplicas] = []

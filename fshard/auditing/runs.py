@@ -12,7 +12,7 @@ from fshard.auditing.records import StepRecord, copies_of
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.reshard.broadcast_to import broadcast_to
 from fshard.mesh.spmd.run import is_outside, local_devices
-from fshard.randomness import DrawState
+from fshard.randomness import random_state
 from fshard.transforms.options import OPTIONS
 from fshard.transforms.train_step import TrainStep
 
@@ -87,30 +87,6 @@ class Twin(NamedTuple):
         """The two layouts in words: mesh, stage of ZeRO, and options that differ."""
         return _layout_name(self.step, self.other), _layout_name(self.other, self.step)
 
-    def run_other(
-        self, step: TrainStep, kept: Sequence[PyTree], random: DrawState, first: Run
-    ) -> Run:
-        """Run the other step from kept arguments of the first.
-
-        Up to rounding its update takes the gradients of the first run, since Adam makes a step of
-        a rounding; its own are compared.
-        """
-        arguments = self.layout.arguments(kept)
-        substitute = None
-        if not self.is_exact:
-
-            def substitute(grads: PyTree) -> PyTree:
-                return copied_like(first.record.grads, grads)
-
-        random.set()
-        return run_recorded(step, arguments, substitute)
-
-    def run_again(self, step: TrainStep, kept: Sequence[PyTree], random: DrawState) -> Run:
-        """Run the first step again."""
-        arguments = [copies_of(tree) for tree in kept]
-        random.set()
-        return run_recorded(step, arguments)
-
     def compare(self, first: Run, other: Run) -> list[Difference]:
         """Return the differences of two runs in two layouts, on the devices of the caller.
 
@@ -140,6 +116,59 @@ class Twin(NamedTuple):
         if mesh.numbers is not None and not is_outside(mesh):
             metrics = broadcast_to(metrics, source=mesh)
         return copied_like(metrics, like) if self.step.mesh.is_member else metrics
+
+
+class Trial:
+    """The runs of one step in both layouts, all from the arguments of the first.
+
+    Args:
+        twin: the step and the other layout.
+        arguments: of the step: copies of them are kept, with the state of torch's generators.
+    """
+
+    def __init__(self, twin: Twin, arguments: Sequence[PyTree]) -> None:
+        self.twin = twin
+        self.kept = [copies_of(tree) for tree in arguments]
+        self.random = random_state()
+        # A first run agrees on more than later ones, so a new step must repeat it.
+        self._is_step_new = _is_new(twin.step)
+        self._is_other_new = _is_new(twin.other)
+
+    def step_again(self) -> Run:
+        """Repeat the step."""
+        step = self.twin.step.replace() if self._is_step_new else self.twin.step
+        arguments = [copies_of(tree) for tree in self.kept]
+        self.random.set()
+        return run_recorded(step, arguments)
+
+    def other(self, first: Run) -> Run:
+        """Run the step in the other layout.
+
+        Up to rounding its update takes the gradients of the first run, since Adam makes a step of
+        a rounding; its own are compared.
+        """
+        return self._run_other(self.twin.other, first)
+
+    def other_again(self, first: Run) -> Run:
+        """Repeat the run in the other layout."""
+        other = self.twin.other.replace() if self._is_other_new else self.twin.other
+        return self._run_other(other, first)
+
+    def _run_other(self, step: TrainStep, first: Run) -> Run:
+        arguments = self.twin.layout.arguments(self.kept)
+        substitute = None
+        if not self.twin.is_exact:
+
+            def substitute(grads: PyTree) -> PyTree:
+                return copied_like(first.record.grads, grads)
+
+        self.random.set()
+        return run_recorded(step, arguments, substitute)
+
+
+def _is_new(step: TrainStep) -> bool:
+    """Return True if a step has run on no parameters yet."""
+    return all([plans.order is None for _, plans in step.gradient.plans])
 
 
 def _layout_name(step: TrainStep, other: TrainStep) -> str:

@@ -9,6 +9,8 @@ from torch import nn
 
 import fshard as fs
 from fshard import P
+from fshard.auditing.records import copies_of, faults, sent_otherwise
+from fshard.auditing.runs import run_recorded
 from fshard.command import main
 from fshard.errors import AuditError
 from fshard.mesh.layout import flatten
@@ -238,6 +240,58 @@ def test_audit_of_experts_passes(tmp_path):
     turned = fs.make_mesh({"data": 4}, devices=[1, 0, 3, 2])
     step = fs.audit(step, every=1, mesh=turned, folder=tmp_path)
     check_equal(step, arrays, batch_of())
+
+
+# -- a step repeats itself -------------------------------------------------------------------------
+
+
+def check_repeated(step, params, batch):
+    """Run a step four times from one state; the records of all but the first are equal."""
+    state = step.init(params)
+    records = []
+    for _ in range(4):
+        torch.manual_seed(0)
+        arguments = [copies_of(tree) for tree in (params, state, batch)]
+        records.append(run_recorded(step, arguments).record)
+    _, second, *others = records
+    for record in others:
+        assert faults(second, record) == []
+        assert sent_otherwise(second, record) == []
+
+
+@pytest.mark.parametrize("name", [None, *OPTIMIZERS])
+@pytest.mark.parametrize("stage", range(4))
+def test_record_of_a_step_is_equal_when_it_is_repeated(stage, name):
+    precision = {"precision": "fp16"} if name == "scaled" else {}
+    step, params = step_of(stage, OPTIMIZERS[name]() if name else None, **precision)
+    check_repeated(step, params, batch_of(13))
+
+
+def test_record_of_a_compressed_step_is_equal_when_it_is_repeated():
+    params = fs.shard_params(full_params(), P(), mesh=FOUR)
+    compress = {"data": fs.comm.power_sgd(rank=1)}
+    opt = fs.partition_optimizer(
+        fs.optim.sgd(0.1), mesh=FOUR, axis="data", stage=1, compress=compress
+    )
+    step = fs.train_step(loss_fn, opt, mesh=FOUR, batch=P("data"))
+    check_repeated(step, params, batch_of())
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
+def test_record_of_stages_is_equal_when_it_is_repeated(name):
+    mesh = fs.make_mesh({"pipe": 2, "data": 2})
+    schedule = fs.pipeline_schedule(name, stages=2, microbatches=4)
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)]
+    stages = fs.pipeline.split_stages(nn.Sequential(*layers), 2)
+    params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule)
+    opt = fs.partition_optimizer(fs.optim.adamw(0.01), mesh=mesh, axis="data", stage=3)
+
+    def loss(y, batch):
+        return (y - batch[1]).square().mean()
+
+    step = fs.train_step(stages, opt, mesh=mesh, batch=P("data"), schedule=schedule, loss=loss)
+    check_repeated(step, params, batch_of())
 
 
 # -- what it returns, and when ---------------------------------------------------------------------
