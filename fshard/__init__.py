@@ -24,7 +24,7 @@ from fshard import (
     tensor,
 )
 from fshard.auditing.audit import audit
-from fshard.auditing.folder import replay
+from fshard.auditing.replay import replay
 from fshard.booster.booster import Booster
 from fshard.booster.gemini import GeminiPlugin
 from fshard.booster.hybrid import HybridParallelPlugin

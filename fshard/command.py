@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from fshard.auditing import folder as auditing
+from fshard.auditing.replay import run as replay
 from fshard.checkpoint import command as checkpoint
 from fshard.doctor.visit import visit
 from fshard.errors import FshardError
@@ -62,7 +62,7 @@ COMMANDS = {
     "explore": explore,
     "calibrate": run_calibrate,
     "checkpoint": checkpoint.run,
-    "replay": auditing.run,
+    "replay": replay,
 }
 
 

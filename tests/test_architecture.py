@@ -33,6 +33,7 @@ GROUND = {
     "source",
     "tables",
     "uncompiled",
+    "rounding",
 }
 # package -> the packages it may import, besides itself. `fshard` is fshard/__init__.py.
 MAY_IMPORT = {
@@ -42,6 +43,7 @@ MAY_IMPORT = {
     "foreign_names": set(),
     "randomness": set(),
     "tables": set(),
+    "rounding": set(),
     "uncompiled": set(),
     "copying": {"errors"},
     "mesh": GROUND,
@@ -78,6 +80,7 @@ MAY_IMPORT = {
     },
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "refit": GROUND | {"mesh", "checkpoint", "transforms"},
+    "auditing": GROUND | {"mesh", "optim", "transforms", "checkpoint"},
     "launching": GROUND | {"mesh"},
     "explore": GROUND
     | {"mesh", "transforms", "optim", "pipeline", "plan"},  # a page shows the cost of a plan
@@ -99,6 +102,7 @@ MAY_IMPORT = {
     },  # plans are of all of these
     "command": {
         "errors",
+        "auditing",
         "launching",
         "doctor",
         "checkpoint",
@@ -111,6 +115,7 @@ MAY_IMPORT = {
     | {
         "mesh",
         "array",
+        "auditing",
         "launching",
         "memory",
         "transforms",

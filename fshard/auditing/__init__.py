@@ -20,6 +20,6 @@ repetition had a fault on some device; two runs that repeat themselves are two l
 """
 
 from fshard.auditing.audit import AuditedStep, audit
-from fshard.auditing.folder import replay
+from fshard.auditing.replay import replay
 
 __all__ = ["AuditedStep", "audit", "replay"]

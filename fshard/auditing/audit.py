@@ -21,7 +21,7 @@ from fshard.auditing.diagnosis import (
     persistent,
     transient,
 )
-from fshard.auditing.folder import save_step
+from fshard.auditing.folder import AuditFacts, save_step
 from fshard.auditing.layouts import OtherLayout, layout_errors, other_step
 from fshard.auditing.meeting import is_any
 from fshard.auditing.records import copies_of
@@ -111,13 +111,14 @@ def audit(
         errors.append(f'on_difference must be "raise" or "warn"; got {on_difference!r}')
     if program is not None and ":" not in program:
         errors.append(f'program must be "FILE:FUNCTION"; got {program!r}')
-    if not errors:
-        other = other_step(step, mesh, stage, options)
-        errors = layout_errors(step, other)
-        is_exact = step.options.reproducible and other.options.reproducible
-        twin = Twin(OtherLayout(step, other), is_exact)
     if errors:
         raise ValueError(f"fs.audit: {'; '.join(errors)}.")
+    other = other_step(step, mesh, stage, options)
+    errors = layout_errors(step, other)
+    if errors:
+        raise ValueError(f"fs.audit: {'; '.join(errors)}.")
+    is_exact = step.options.reproducible and other.options.reproducible
+    twin = Twin(OtherLayout(step, other), is_exact)
     return AuditedStep(twin, every, Path(folder), on_difference, digest, program)
 
 
@@ -326,7 +327,8 @@ class AuditedStep:
         if outcome.findings[0].phase == REPLICAS:
             return "Its arguments are not saved: a checkpoint has one value of each replica."
         path = self.folder / f"step-{outcome.step}"
-        save_step(path, outcome.step, outcome.text, kept, random, self.program)
+        facts = AuditFacts(outcome.step, self.program)
+        save_step(path, facts, outcome.text, kept, random)
         return f"Repeat it alone: fshard replay {path} {self.program or 'FILE:FUNCTION'}"
 
 

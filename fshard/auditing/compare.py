@@ -32,24 +32,22 @@ class Difference(NamedTuple):
         kind: "gradient", "parameter", "state", "buffer" or "metric".
         leaf: its path.
         device: the number in the world of the device that has it.
-        index: of the element in the full tensor.
+        element: its index in the full tensor.
         value, other: in the layout of the step, and in the other one.
-        count: of the elements of the device's shard that differ.
     """
 
     kind: str
     leaf: str
     device: int
-    index: list[int]
+    element: list[int]
     value: str
     other: str
-    count: int
 
     @property
     def name(self) -> str:
         """The element, as a user writes it."""
         leaf = self.leaf or self.kind
-        return f"{leaf}{self.index}" if self.index else leaf
+        return f"{leaf}{self.element}" if self.element else leaf
 
 
 def lowest_dtype(tree: PyTree, *others: torch.dtype | None) -> torch.dtype:
@@ -85,7 +83,7 @@ def differences(
         name = path_text(path)
         if (leaf is None) != (another is None):
             here, there = _presence(leaf), _presence(another)
-            found.append(Difference(kind, name, mesh.devices[0], [], here, there, 1))
+            found.append(Difference(kind, name, mesh.devices[0], [], here, there))
         elif isinstance(leaf, Sharded):
             found += _of_array(kind, name, leaf, another, mesh, bound)
         elif isinstance(leaf, Tensor):
@@ -149,13 +147,13 @@ def _of_tensor(
     other = other.to(x.device)
     is_exact = bound is None or not x.is_floating_point()
     unequal = unequal_bits(x, other) if is_exact else errors_of(x, other) > (bound or 0.0)
-    count = int(unequal.sum())
-    if not count:
+    if not unequal.any():
         return []
     position = int(unequal.reshape(-1).nonzero()[0])
     index = index_of(position) if x.ndim or x.numel() > 1 else []
-    values = [_written(tensor.reshape(-1)[position]) for tensor in (x, other)]
-    return [Difference(kind, name, number, index, *values, count)]
+    value = _written(x.reshape(-1)[position])
+    other_value = _written(other.reshape(-1)[position])
+    return [Difference(kind, name, number, index, value, other_value)]
 
 
 def unequal_bits(x: Tensor, other: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from fshard.auditing.compare import Difference
 from fshard.auditing.meeting import texts_of_all
 from fshard.auditing.records import (
-    Entry,
     Fault,
+    RecordEntry,
     StepRecord,
     faults,
     origins,
@@ -87,7 +87,7 @@ def faults_of_all(mesh: Mesh, run: Run, again: Run) -> list[Fault]:
         rows, sent_rows = json.loads(text)
         sent += [(subject, group, count) for subject, group, count in sent_rows]
         for device, entry, leaf in rows:
-            found.append(Fault(device, Entry(*entry), leaf))
+            found.append(Fault(device, RecordEntry(*entry), leaf))
     return origins(found, sent)
 
 
@@ -166,7 +166,7 @@ def _unequal_slice(
         # Along local axes several devices compute a slice; uses of a leaf may be grouped.
         if len(values) != len(other_values) or values == other_values:
             continue
-        computed = Entry("computed", subject, leaf, slice)
+        computed = RecordEntry("computed", subject, leaf, slice)
         devices = _devices(meshes[0], pairs)
         other_devices = _devices(meshes[1], other_pairs)
         text = (

@@ -29,7 +29,7 @@ from fshard.mesh.layout.counting import Parcel, counting, counting_by
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
 from fshard.mesh.spmd.global_inputs import digest
 from fshard.optim.leaves import Leaves
-from fshard.transforms.recording import Phase
+from fshard.transforms.fsdp.recording import Phase
 
 Direction = Literal["computed", "sent", "received"]
 
@@ -37,7 +37,7 @@ _RECEIVED = ("unsharded", "reduced gradient")
 """The phases whose values are results of collectives."""
 
 
-class Entry(NamedTuple):
+class RecordEntry(NamedTuple):
     """What a device did once in a step.
 
     Args:
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
         leaf: the parameter, or "".
         slice: the number of the slice among all; of a message -1.
         group: of a collective, the first device of those that take part; else -1.
-        count: how often the same has occurred before on this device.
+        repeats: how often the same has occurred before on this device.
     """
 
     direction: Direction
@@ -54,12 +54,12 @@ class Entry(NamedTuple):
     leaf: str
     slice: int
     group: int = -1
-    count: int = 0
+    repeats: int = 0
 
     @property
     def message(self) -> tuple[str, int, int]:
         """A key of a message or collective, which is equal on all devices that take part."""
-        return self.subject, self.group, self.count
+        return self.subject, self.group, self.repeats
 
     def __str__(self) -> str:
         if self.subject in ("loss", "gradient", "output"):
@@ -74,8 +74,8 @@ class DeviceRecord:
     """The entries of one device in one step, with the digest of each."""
 
     def __init__(self) -> None:
-        self.digests: dict[Entry, int] = {}
-        self._counts: Counter[Entry] = Counter()
+        self.digests: dict[RecordEntry, int] = {}
+        self._counts: Counter[RecordEntry] = Counter()
         self._slice = 0
 
     def begin_slice(self, number: int) -> None:
@@ -85,15 +85,15 @@ class DeviceRecord:
     def record(self, phase: Phase, leaf: str, x: Any) -> None:
         """Record what the device has computed, or the result of a collective by its parameter."""
         direction: Direction = "received" if phase in _RECEIVED else "computed"
-        self.add(Entry(direction, phase, path_text(leaf), self._slice), x)
+        self.add(RecordEntry(direction, phase, path_text(leaf), self._slice), x)
 
-    def add(self, entry: Entry, x: Any) -> None:
+    def add(self, entry: RecordEntry, x: Any) -> None:
         """Add an entry."""
         count = self._counts[entry]
         self._counts[entry] += 1
-        self.digests[entry._replace(count=count)] = digest_of(x)
+        self.digests[entry._replace(repeats=count)] = digest_of(x)
 
-    def first_difference(self, other: DeviceRecord) -> Entry | None:
+    def first_difference(self, other: DeviceRecord) -> RecordEntry | None:
         """Return the first entry whose digest another record of the device does not have."""
         for entry, value in self.digests.items():
             if other.digests.get(entry) != value:
@@ -108,7 +108,7 @@ class DeviceRecord:
                 messages.append(entry.message)
         return messages
 
-    def leaf_from(self, first: Entry, other: DeviceRecord) -> str:
+    def leaf_from(self, first: RecordEntry, other: DeviceRecord) -> str:
         """Return the leaf of a difference: its own, or that of the next one that has any."""
         has_begun = False
         for entry, value in self.digests.items():
@@ -180,7 +180,7 @@ class StepRecord:
             if not isinstance(leaf, Sharded):
                 continue
             for number, shard in zip(numbers, leaf.shards, strict=True):
-                entry = Entry("computed", phase, path_text(path), -1)
+                entry = RecordEntry("computed", phase, path_text(path), -1)
                 self.on_device(number).add(entry, shard)
 
 
@@ -189,9 +189,9 @@ def listened_to_by(listener: StepRecord | None) -> AbstractContextManager[None]:
     return counting_by(replace(counting(), listener=listener))
 
 
-def _entry_of(direction: Direction, parcel: Parcel) -> Entry:
+def _entry_of(direction: Direction, parcel: Parcel) -> RecordEntry:
     """Return the entry of a message."""
-    return Entry(direction, parcel.subject, "", -1, parcel.group, parcel.number)
+    return RecordEntry(direction, parcel.subject, "", -1, parcel.group, parcel.number)
 
 
 @torch.no_grad()
@@ -226,7 +226,7 @@ class Fault(NamedTuple):
     """
 
     device: int
-    entry: Entry
+    entry: RecordEntry
     leaf: str
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from fshard.auditing.compare import Difference, differences, lowest_dtype
@@ -156,14 +157,10 @@ class Trial:
 
     def _run_other(self, step: TrainStep, first: Run) -> Run:
         arguments = self.twin.layout.arguments(self.kept)
-        substitute = None
-        if not self.twin.is_exact:
-
-            def substitute(grads: PyTree) -> PyTree:
-                return copied_like(first.record.grads, grads)
-
         self.random.set()
-        return run_recorded(step, arguments, substitute)
+        if self.twin.is_exact:
+            return run_recorded(step, arguments)
+        return run_recorded(step, arguments, partial(copied_like, first.record.grads))
 
 
 def _is_new(step: TrainStep) -> bool:

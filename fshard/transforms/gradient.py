@@ -63,11 +63,11 @@ from fshard.transforms.fsdp.plans import (
     plan_param,
     validate_ties_frozen,
 )
+from fshard.transforms.fsdp.recording import DeviceRecorder, StepRecorder
 from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import chosen, titled
-from fshard.transforms.recording import DeviceRecorder, StepRecorder
 from fshard.transforms.reproducible.rerun import RecordedInputs
 from fshard.transforms.slices import DeviceSlices
 from fshard.uncompiled import uncompiled

@@ -29,6 +29,7 @@ from fshard.optim.scaling import lower_scale
 from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.source import Site, call_site
 from fshard.transforms.array_checks import validate_run
+from fshard.transforms.fsdp.recording import StepRecorder
 from fshard.transforms.gradient import GradientFunction, StepValue
 from fshard.transforms.options import (
     Options,
@@ -38,7 +39,6 @@ from fshard.transforms.options import (
     validate_names,
 )
 from fshard.transforms.patterns import titled
-from fshard.transforms.recording import StepRecorder
 from fshard.transforms.value_and_grad import gradient_of
 from fshard.uncompiled import uncompiled
 

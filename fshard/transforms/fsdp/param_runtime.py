@@ -42,11 +42,11 @@ from fshard.transforms.fsdp.autograd import (
 from fshard.transforms.fsdp.graph_checks import raise_foreign_backward
 from fshard.transforms.fsdp.lazy_param import WRITES, LazyParam, lazy_versions, unsharded
 from fshard.transforms.fsdp.plans import Order, ParamPlans, UnitPlan, local_plans
+from fshard.transforms.fsdp.recording import DeviceRecorder
 from fshard.transforms.fsdp.reductions import AgreedReductions, Reducer
 from fshard.transforms.fsdp.units import StepContext, Unit, versions_of
 from fshard.transforms.options import StepOptions
 from fshard.transforms.patterns import titled
-from fshard.transforms.recording import DeviceRecorder
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 

@@ -46,8 +46,8 @@ from fshard.transforms.fsdp.plans import (
     ReductionPlans,
     UnitPlan,
 )
+from fshard.transforms.fsdp.recording import DeviceRecorder, Phase
 from fshard.transforms.options import StepOptions
-from fshard.transforms.recording import DeviceRecorder, Phase
 
 AccumulateInto = Callable[[UnitPlan, Gradients], None]
 """Takes a slice's gradients of a unit instead of reducing them."""

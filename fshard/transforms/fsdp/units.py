@@ -30,9 +30,9 @@ from fshard.mesh.reshard.execute import StartedReshard, start_reshard
 from fshard.mesh.spmd.scope import Scope, entered, require
 from fshard.source import Site
 from fshard.transforms.fsdp.plans import UnitPlan
+from fshard.transforms.fsdp.recording import DeviceRecorder, Phase
 from fshard.transforms.module.replica import Replica
 from fshard.transforms.options import StepOptions
-from fshard.transforms.recording import DeviceRecorder, Phase
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,13 +31,13 @@ from fshard.transforms.device_step import DeviceResult
 from fshard.transforms.fsdp.graph_checks import validate_no_reentrant_checkpoint
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.fsdp.plans import Order, local_plans
+from fshard.transforms.fsdp.recording import DeviceRecorder
 from fshard.transforms.fsdp.reductions import Reducer
 from fshard.transforms.fsdp.units import StepContext
 from fshard.transforms.loss_collectives import LOCAL_CALLS
 from fshard.transforms.metrics import SliceMetrics, slice_loss
 from fshard.transforms.module.buffers import Written, flags, written_paths
 from fshard.transforms.patterns import titled
-from fshard.transforms.recording import DeviceRecorder
 from fshard.transforms.slices import (
     DeviceSlices,
     SliceTurn,

@@ -30,11 +30,11 @@ from fshard.pipeline.schedule.communication import with_units
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.verify import verify
 from fshard.transforms.array_checks import validate_mesh
+from fshard.transforms.fsdp.recording import DeviceRecorder
 from fshard.transforms.gradient import GradientFunction, ParamTree, StepInputs
 from fshard.transforms.module.buffers import Buffers
 from fshard.transforms.options import Options, StepOptions
 from fshard.transforms.patterns import named, parts_of
-from fshard.transforms.recording import DeviceRecorder
 from fshard.transforms.stages.buffers import StageWrites, stage_buffers, stage_of, with_buffers
 from fshard.transforms.stages.device import StageStep
 from fshard.transforms.stages.functions import in_groups, stage_functions
