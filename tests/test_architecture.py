@@ -140,6 +140,7 @@ MAY_IMPORT = {
 FOLDED = {
     "fshard": Figures(12, 9.4, 51.6, 0, 0, 13.9),
     "array": Figures(15, 4.4, 48.5, 0, 1.1, 26.9),
+    "auditing": Figures(14, 6.3, 39.1, 6.3, 1.2, 4.6),
     "booster": Figures(14, 5.7, 40.3, 2.8, 5.1, 12.7),
     "checkpoint": Figures(15, 3.5, 23.3, 0.5, 3.0, 24.8),
     "comm": Figures(15, 0, 34.6, 0, 0, 12.4),

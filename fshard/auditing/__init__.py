@@ -15,8 +15,9 @@ repetition had a fault on some device; two runs that repeat themselves are two l
     records      digests of what each device computes, sends and receives, in order of time
     diagnosis    from two records to the device, the leaf and the phase
     replicas     what several devices hold is equal on them: one number a step
-    folder       the inputs of a step on disk, and `fs.replay`
-    meeting      what processes tell each other: flags and texts
+    folder       the inputs of a step on disk
+    replay       `fs.replay`: that step again
+    meeting      collectives of an audit: flags and texts
 """
 
 from fshard.auditing.audit import AuditedStep, audit

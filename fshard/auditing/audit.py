@@ -26,7 +26,7 @@ from fshard.auditing.layouts import OtherLayout, layout_errors, other_step
 from fshard.auditing.meeting import is_any
 from fshard.auditing.records import copies_of
 from fshard.auditing.replicas import UnequalReplicas, unequal_replicas
-from fshard.auditing.runs import KINDS, Run, Trial, Twin, run_recorded
+from fshard.auditing.runs import KINDS, Run, AuditTrial, Twin, run_recorded
 from fshard.errors import AuditError
 from fshard.mesh.collectives.ledger import uncounted
 from fshard.mesh.layout import Mesh, PyTree
@@ -223,7 +223,7 @@ class AuditedStep:
 
         The arguments are donated, if the step donates its arguments.
         """
-        trial = Trial(self.twin, arguments)
+        trial = AuditTrial(self.twin, arguments)
         first = run_recorded(self.step, arguments)
         after = random_state()
         with uncounted():
@@ -238,7 +238,7 @@ class AuditedStep:
         return first.returned, AuditOutcome(number, findings, found, text)
 
     def _diagnose(
-        self, trial: Trial, runs: tuple[Run, Run], found: Sequence[Difference]
+        self, trial: AuditTrial, runs: tuple[Run, Run], found: Sequence[Difference]
     ) -> list[Finding]:
         """Return the findings of two runs that differ: see `diagnosis`."""
         unequal = self._unequal_replicas(trial.kept)

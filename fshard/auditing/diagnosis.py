@@ -35,10 +35,10 @@ SLICE_PHASES = ("loss", "gradient")
 
 
 class Finding(NamedTuple):
-    """What is known of a difference.
+    """The origin of a difference, as far as it is known.
 
     Args:
-        phase: where it came in.
+        phase: of the step, in which values first differ.
         device: the number in the world of the device at fault; None if two layouts disagree as a
             whole.
         leaf: of parameters or state, "" if there is none.

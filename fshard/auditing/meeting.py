@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other in an audit: flags, numbers and texts.
+"""Collectives of an audit: flags, numbers and texts, from all devices to all processes.
 
 All devices of a mesh take part, and processes outside of it get the result too: so all of them
 repeat a step, or raise, together. Virtual devices that are called from outside have one caller,

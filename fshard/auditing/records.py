@@ -8,7 +8,7 @@
     computed  loss of slice 0  ...           computed  loss of slice 2  ...
 
 The entries of a device are in the order of time, which is the same when the step is repeated. So
-the first entry that differs is where a fault came in. A device whose first difference is something
+the first entry that differs is that of a fault. A device whose first difference is something
 that it received is innocent, if another device has sent something else: if none has, the message
 was changed on its way.
 """
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.layout import PyTree, path_text
-from fshard.mesh.layout.counting import Parcel, counting, counting_by
+from fshard.mesh.layout.counting import HeardMessage, counting, counting_by
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
 from fshard.mesh.spmd.global_inputs import digest
 from fshard.optim.leaves import Leaves
@@ -38,7 +38,7 @@ _RECEIVED = ("unsharded", "reduced gradient")
 
 
 class RecordEntry(NamedTuple):
-    """What a device did once in a step.
+    """An event of a device in a step: it computed, sent or received something.
 
     Args:
         direction: computed, sent or received.
@@ -147,20 +147,20 @@ class StepRecord:
         with listened_to_by(None):  # what it moves is none of the step
             return self._substitute(grads)
 
-    def begin(self, device: int, subject: str, group: int, *, receives: bool) -> Parcel:
+    def begin(self, device: int, subject: str, group: int, *, receives: bool) -> HeardMessage:
         """Count a message that a device receives, or else sends."""
         if self._is_update:
             subject = f"{subject} in the update"
         key = (device, subject, group, receives)
         number = self._parcels[key]
         self._parcels[key] += 1
-        return Parcel(device, subject, group, number)
+        return HeardMessage(device, subject, group, number)
 
-    def sent(self, parcel: Parcel, xs: Sequence[Tensor]) -> None:
+    def sent(self, parcel: HeardMessage, xs: Sequence[Tensor]) -> None:
         """Record the tensors that a device gives to a collective, or sends."""
         self.on_device(parcel.device).digests[_entry_of("sent", parcel)] = digest_of(xs)
 
-    def received(self, parcel: Parcel, xs: Sequence[Tensor]) -> None:
+    def received(self, parcel: HeardMessage, xs: Sequence[Tensor]) -> None:
         """Record the results of a collective on a device, or a message that it gets."""
         self.on_device(parcel.device).digests[_entry_of("received", parcel)] = digest_of(xs)
 
@@ -189,7 +189,7 @@ def listened_to_by(listener: StepRecord | None) -> AbstractContextManager[None]:
     return counting_by(replace(counting(), listener=listener))
 
 
-def _entry_of(direction: Direction, parcel: Parcel) -> RecordEntry:
+def _entry_of(direction: Direction, parcel: HeardMessage) -> RecordEntry:
     """Return the entry of a message."""
     return RecordEntry(direction, parcel.subject, "", -1, parcel.group, parcel.number)
 

@@ -119,7 +119,7 @@ class Twin(NamedTuple):
         return copied_like(metrics, like) if self.step.mesh.is_member else metrics
 
 
-class Trial:
+class AuditTrial:
     """The runs of one step in both layouts, all from the arguments of the first.
 
     Args:

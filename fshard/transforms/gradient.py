@@ -63,7 +63,7 @@ from fshard.transforms.fsdp.plans import (
     plan_param,
     validate_ties_frozen,
 )
-from fshard.transforms.fsdp.recording import DeviceRecorder, StepRecorder
+from fshard.transforms.fsdp.recording import DeviceRecorder, ValueRecorder
 from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import StepOptions
@@ -154,7 +154,7 @@ class StepInputs(NamedTuple):
     key: int
     scale: float
     site: Site
-    recorder: StepRecorder | None = None
+    recorder: ValueRecorder | None = None
 
     def slices(self, options: StepOptions, device_index: int) -> DeviceSlices:
         """Return the slices of the local device at an index, which calls this."""
@@ -285,7 +285,7 @@ class GradientFunction:
         batch: PyTree,
         site: Site,
         scale: float = 1.0,
-        recorder: StepRecorder | None = None,
+        recorder: ValueRecorder | None = None,
     ) -> tuple[StepValue, PyTree]:
         """Run forward and backward on all devices; return the loss, and gradients in their layouts.
 

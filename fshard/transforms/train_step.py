@@ -29,7 +29,7 @@ from fshard.optim.scaling import lower_scale
 from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.source import Site, call_site
 from fshard.transforms.array_checks import validate_run
-from fshard.transforms.fsdp.recording import StepRecorder
+from fshard.transforms.fsdp.recording import ValueRecorder
 from fshard.transforms.gradient import GradientFunction, StepValue
 from fshard.transforms.options import (
     Options,
@@ -161,7 +161,7 @@ class TrainStep(PlaceableStep):
     optimizer: ShardedOptimizer
     gradient: GradientFunction
     update: Update
-    recorder: StepRecorder | None = None
+    recorder: ValueRecorder | None = None
 
     __name__ = "train_step"  # for what wraps a function, such as functools.wraps
 

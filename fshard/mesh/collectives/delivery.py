@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout.counting import MessageListener, Parcel, counting, without_counters
+from fshard.mesh.layout.counting import MessageListener, HeardMessage, counting, without_counters
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
@@ -161,7 +161,7 @@ class _HeardDelivery:
 
     pending: Pending
     listener: MessageListener
-    parcel: Parcel
+    parcel: HeardMessage
 
     def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         results = self.pending.wait(into)

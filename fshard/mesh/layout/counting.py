@@ -96,7 +96,7 @@ class StorageCounter(Protocol):
         ...
 
 
-class Parcel(NamedTuple):
+class HeardMessage(NamedTuple):
     """A message or collective, as a listener knows it.
 
     Args:
@@ -115,15 +115,15 @@ class Parcel(NamedTuple):
 class MessageListener(Protocol):
     """Takes the tensors that devices send to each other: see `fshard.auditing`."""
 
-    def begin(self, device: int, subject: str, group: int, *, receives: bool) -> Parcel:
+    def begin(self, device: int, subject: str, group: int, *, receives: bool) -> HeardMessage:
         """Count a message that a device receives, or else sends."""
         ...
 
-    def sent(self, parcel: Parcel, xs: Sequence[Tensor]) -> None:
+    def sent(self, parcel: HeardMessage, xs: Sequence[Tensor]) -> None:
         """Take the tensors that a device gives to a collective, or sends."""
         ...
 
-    def received(self, parcel: Parcel, xs: Sequence[Tensor]) -> None:
+    def received(self, parcel: HeardMessage, xs: Sequence[Tensor]) -> None:
         """Take the results of a collective on a device, or a message that it gets."""
         ...
 

@@ -1,4 +1,4 @@
-"""What a step shows to its recorder: values on the way to the gradients, device by device.
+"""Recorders of a step: they take values on the way to the gradients, device by device.
 
     shard, unsharded          a parameter of a unit, before and after its all-gather
     output                    of a stage of a pipeline
@@ -32,7 +32,7 @@ class DeviceRecorder(Protocol):
         ...
 
 
-class StepRecorder(Protocol):
+class ValueRecorder(Protocol):
     """Records one step on all devices of the caller."""
 
     def on_device(self, number: int) -> DeviceRecorder:
