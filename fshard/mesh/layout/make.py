@@ -231,7 +231,7 @@ def _fill_size(
 
 
 def choose_device_type(runtime: Runtime, device: str | None) -> str:
-    """Return the type of a mesh's devices; raise if there are none of the type that is asked for."""
+    """Return the type of a mesh's devices; raise if there are none of a required type."""
     if runtime == "abstract":
         if device not in (None, "meta"):
             raise MeshError(

@@ -35,7 +35,6 @@ from fshard.errors import (
     MeshError,
     MismatchError,
 )
-from fshard.mesh.alive import ProcessId, this_process
 from fshard.mesh.collectives.moves import unreceived_text
 from fshard.mesh.layout import Mesh
 from fshard.mesh.layout.packing import cast, split
@@ -49,6 +48,7 @@ from fshard.mesh.runtimes.process_group import GroupTransport
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.transport import Transport, Works
 from fshard.mesh.runtimes.watch import Watch, open_store, publish_leaving, watching
+from fshard.mesh.shared_memory.alive import ProcessId, this_process
 from fshard.mesh.shared_memory.meet import all_gather, file_system_id, meet
 from fshard.mesh.shared_memory.peers import Peers
 from fshard.mesh.shared_memory.transport import SharedMemory
