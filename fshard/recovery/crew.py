@@ -6,7 +6,7 @@ for devices that come later. A *crew* is those of one generation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from fshard.errors import CollectiveTimeoutError, LostProcessError, MeshError
@@ -82,13 +82,13 @@ class VirtualCrew:
         return self.names
 
     def is_loss(self, error: BaseException) -> bool:
-        return isinstance(error, LostProcessError) and not {*self.names}.isdisjoint(error.lost)
+        return not _lost_by(error).isdisjoint(self.names)
 
     def has_joiners(self) -> bool:
         return self._wanted[0] > 0
 
     def regroup(self, error: BaseException | None) -> VirtualCrew:
-        lost = error.lost if isinstance(error, LostProcessError) else ()
+        lost = _lost_by(error)
         names = [name for name in self.names if name not in lost]
         for name in lost:
             moments.dead.pop(name, None)  # from now on the number may be of another mesh's device
@@ -134,9 +134,11 @@ class ProcessCrew:
         return tuple(range(len(self.names)))
 
     def is_loss(self, error: BaseException) -> bool:
-        # Whatever has failed beside a process that is lost, has failed because of that.
-        is_of_others = isinstance(error, LostProcessError | CollectiveTimeoutError)
-        return is_of_others or self._members.has_lost()
+        for cause in _causes(error):
+            if isinstance(cause, LostProcessError | CollectiveTimeoutError):
+                return True
+        # Whatever has failed beside a process that is dead, has failed because of that.
+        return self._members.has_dead()
 
     def has_joiners(self) -> bool:
         return self._members.has_joiners()
@@ -160,6 +162,22 @@ class ProcessCrew:
 
     def leave(self) -> None:
         self._members.leave()
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those that the program has handled when it raised it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _lost_by(error: BaseException | None) -> set[int]:
+    """Return the numbers of the devices whose loss has caused an error."""
+    lost: set[int] = set()
+    for cause in _causes(error):
+        if isinstance(cause, LostProcessError):
+            lost.update(cause.lost)
+    return lost
 
 
 def largest_mesh(make_mesh: MakeMesh, numbers: Sequence[int]) -> Mesh:

@@ -205,6 +205,8 @@ class ElasticRun:
             self._folder_here(self._folder).save(step, tree, wait=wait, metrics=metrics)
         if has_joiners:
             self._copies.complete()
+            if self._folder is not None:
+                self._folder_here(self._folder).wait()
             raise Regroup
 
     def _folder_here(self, folder: Checkpoints) -> Checkpoints:
@@ -282,6 +284,7 @@ class Elastic(Generic[Result]):
         copies = Copies(self._copies, self._memory)
         begin = RandomState().now()
         run: ElasticRun | None = None
+        unsettled: ElasticRun | None = None  # before a loss: it may still save in the background
         lost: tuple[int, ...] = ()
         noticed = time.monotonic()
         while True:
@@ -302,6 +305,7 @@ class Elastic(Generic[Result]):
                 with use_mesh(mesh):
                     result = self._function(run, *args, **kwargs)
                 run.settle()
+                _end(unsettled)
                 crew.end()
                 return result
             except Regroup:
@@ -310,9 +314,14 @@ class Elastic(Generic[Result]):
                 if not crew.is_loss(error):
                     crew.leave()
                     raise
+                _end(unsettled)
+                unsettled = run
                 # The frames that it has left still have the parameters of this generation.
                 traceback.clear_frames(error.__traceback__)
                 loss = error.with_traceback(None)
+            except BaseException:  # such as Ctrl-C
+                crew.leave()
+                raise
 
             noticed = time.monotonic()
             before = crew.names
@@ -349,10 +358,8 @@ class Elastic(Generic[Result]):
         except LostStateError:
             if self._folder is None:
                 raise
-        if found is None and last_run is not None:
-            # A save that those that are lost were part of ends by an error.
-            with suppress(CheckpointError, LostProcessError):
-                last_run.settle()
+        if found is None:
+            _end(last_run)
         return found
 
     def _next_run(
@@ -363,6 +370,13 @@ class Elastic(Generic[Result]):
         names = tuple([crew.names[crew.numbers.index(number)] for number in mesh.devices])
         copies.begin(crew.generation, mesh, names, None if found is None else found.key)
         return ElasticRun(mesh, names, copies, crew, found, self._folder, self._every)
+
+
+def _end(run: ElasticRun | None) -> None:
+    """End the saves of a run that has lost devices: what they were part of ends by an error."""
+    if run is not None:
+        with suppress(CheckpointError, LostProcessError):
+            run.settle()
 
 
 def elastic(
