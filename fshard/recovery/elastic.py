@@ -387,9 +387,9 @@ def elastic(
             `fs.make_mesh(..., devices=devices)`. Where it raises a MeshError or returns None, it is
             called with fewer; the others wait.
         copies: the number of other devices that keep the share of each, at most all. So many
-            neighbours may be lost at once. With 0 the run goes on from the folder.
+            neighbours may be lost at once. With 0 the run continues from the folder.
         every: `run.save` keeps the steps that this divides, and the others are repeated.
-        folder: where `run.save` saves too, and the run goes on from if too many were lost, or all.
+        folder: where `run.save` saves too, and the run continues from if too many were lost, or all.
             Processes that are started later with it take part after the next `run.save`.
         memory: of the copies, "device" or "host".
         devices: the number of virtual devices, where no processes were started together: so one

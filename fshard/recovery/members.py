@@ -131,7 +131,7 @@ class Members:
     @staticmethod
     def runs_in(folder: Path) -> bool:
         """Return True if a run is in progress in a folder."""
-        meeting = Meeting.current(folder)
+        meeting = RunFolder.current(folder)
         return meeting is not None and _is_live(meeting)
 
     # -- the generation ----------------------------------------------------------------------------
