@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from models import BATCHES, RATE, SEED, WORKLOADS, Batch, Model
+from models import BATCHES, RATE, SEED, WORKLOADS, Batch, Mlp, Model
 from rich.console import Console
 from rich.table import Table
 from timing import interleaved, paired, slowest
@@ -43,6 +43,7 @@ from torch.distributed import TCPStore
 import fshard as fs
 from fshard import P
 
+MODELS = {**WORKLOADS, "small": Mlp(narrow=32, wide=64, depth=2, rows=4).model()}
 WIDTH, LAYERS = 64, 4
 SPACINGS = {"alone": 0, "every 1": 1, "every 4": 4}
 """After how many steps each variant saves; 0: never."""
@@ -135,7 +136,7 @@ def copies_process(workload: str, stage: int, rounds: int, path: Path) -> None:
 
     @fs.elastic(make_mesh)
     def compare(run: Any) -> None:
-        model = WORKLOADS[workload]
+        model = MODELS[workload]
         data = [model.batch(index, dist.get_rank()) for index in range(BATCHES)]
         calls = {
             name: trained(run, stage, model, data, spacing) for name, spacing in SPACINGS.items()
@@ -156,10 +157,10 @@ def copies_process(workload: str, stage: int, rounds: int, path: Path) -> None:
     compare()
 
 
-def copies(
-    console: Console, workload: str, stage: int, n: int, rounds: int, variables: dict[str, str]
-) -> None:
-    """Print the time of a step with copies beside that of the step alone."""
+def times_of_copies(
+    workload: str, stage: int, n: int, rounds: int, variables: dict[str, str]
+) -> dict[str, Found]:
+    """Run all variants in processes; return what was found of each."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "found")
         args = (workload, stage, rounds, path)
@@ -168,8 +169,14 @@ def copies(
                 process.join()
                 if process.exitcode:
                     raise RuntimeError(f"a process ended with code {process.exitcode}")
-        found: dict[str, Found] = pickle.loads(path.read_bytes())
+        return pickle.loads(path.read_bytes())
 
+
+def copies(
+    console: Console, workload: str, stage: int, n: int, rounds: int, variables: dict[str, str]
+) -> None:
+    """Print the time of a step with copies beside that of the step alone."""
+    found = times_of_copies(workload, stage, n, rounds, variables)
     title = f"copies: {workload}, ZeRO-{stage}, {n} processes, {rounds} rounds"
     table = Table("variant", "ms", "x alone", "x bytes alone", "MB sent", "MB copied", title=title)
     alone = found["alone"]
@@ -299,7 +306,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--load", type=int, default=0, help="busy processes beside a recovery")
-    parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS], choices=[*WORKLOADS])
+    parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS], choices=[*MODELS])
     parser.add_argument("--gloo", action="store_true", help="over gloo, not by direct links")
     chosen = parser.parse_args()
     if unknown := set(chosen.parts) - set(parts):
