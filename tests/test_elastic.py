@@ -73,13 +73,12 @@ class Job:
 
     def start_program(self, command):
         """Start a program that starts processes of the example."""
-        command += [str(EXAMPLE), "--folder", str(self.folder)]
-        command += ["--steps", str(STEPS), "--seconds", "0.3"]
+        options = ["--folder", str(self.folder), "--steps", str(STEPS), "--seconds", "0.3"]
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **NEW_STORES}
         path = self.folder / f"program-{len(self.programs)}.txt"
         with path.open("w") as output:
             program = subprocess.Popen(
-                command,
+                [*command, str(EXAMPLE), *options],
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **own},
