@@ -78,6 +78,7 @@ MAY_IMPORT = {
     },
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "refit": GROUND | {"mesh", "checkpoint", "transforms"},
+    "recovery": GROUND | {"mesh"},
     "launching": GROUND | {"mesh"},
     "explore": GROUND
     | {"mesh", "transforms", "optim", "pipeline", "plan"},  # a page shows the cost of a plan
@@ -96,6 +97,7 @@ MAY_IMPORT = {
         "parallelism",
         "experts",
         "launching",
+        "recovery",
     },  # plans are of all of these
     "command": {
         "errors",

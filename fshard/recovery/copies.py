@@ -16,17 +16,21 @@ import json
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fshard.checkpoint.form import share_sizes
 from fshard.checkpoint.index import Index, index_of
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.snapshot import TreeSnapshot, as_device_of, snapshot_of
 from fshard.errors import MismatchError
+from fshard.mesh.collectives.ledger import active, uncounted
 from fshard.mesh.collectives.moves import Permute
 from fshard.mesh.layout import Memory, Mesh, PyTree
+from fshard.mesh.layout.counting import LedgerRow, counting, without_counters
 from fshard.mesh.layout.kinds import empty_in, owned_by
 from fshard.mesh.reshard.between import mesh_of_numbers
 from fshard.mesh.runtimes.process import machines_of
@@ -34,6 +38,7 @@ from fshard.mesh.spmd.moments import listeners, reach
 from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.mesh.spmd.scope import Pending
 from fshard.recovery.exchange import all_rows, start
+from fshard.source import call_site
 
 KEPT = 2
 """Versions that a device keeps: see Note [Two versions]."""
@@ -161,7 +166,7 @@ class Copies:
 
     def __init__(self, count: int, memory: Memory) -> None:
         self.shelves = {}
-        self._count = count
+        self._copies = count
         self._memory: Memory = memory
         self._generation = 0
         self._began_anew = True
@@ -226,6 +231,9 @@ class Copies:
         mesh = self._mesh
         assert mesh is not None
         meeting = mesh_of_numbers(mesh.devices, mesh)
+        if mesh.runtime == "abstract":
+            self._count(step, tree, meeting)
+            return False
         with as_device_of(mesh):
             content = snapshot_of({TREE: tree, RANDOM: RandomState()}, compare=False)
         text = content.index.text
@@ -234,13 +242,55 @@ class Copies:
         def meet(device: int) -> list[list[int]]:
             shelf = self.shelf(device)
             shelf.complete()
-            return all_rows([shelf.saved, step, digest, _size(content, device), int(flag)])
+            with uncounted():
+                return all_rows([shelf.saved, step, digest, _size(content, device), int(flag)])
 
         rows = run_on_devices(meeting, meet)[0]
         _validate(rows)
         sizes = [size for *_, size, _ in rows]
-        memory = self._staged(content, mesh, max(sizes))
-        shifts = _shifts(meeting, self._count)
+        memory = self._free(mesh, max(sizes))
+        staged = content.staged(memory)
+        if self._memory == "host":
+            staged.wait()  # others read it; what a device reads waits by itself
+        self._keep(step, text, sizes, memory, meeting)
+        return any([has_flag for *_, has_flag in rows])
+
+    def _count(self, step: int, tree: PyTree, meeting: Mesh) -> None:
+        """Do what `save` does on an abstract mesh: its memory and its bytes are counted."""
+        with without_counters():  # what a program does not keep
+            random_bytes = RandomState().state_dict()["rows"].shape[-1]
+        sizes = [size + random_bytes for size in share_sizes(tree)]
+        (device,) = local_devices(meeting)
+        shelf = self.shelf(device)
+        # The memory of the last version is from before this count, unless one began at the run.
+        for version in shelf.versions:
+            for x in (version.memory, *version.shares.values()):
+                for counter in counting().counters:
+                    counter.claim(x, meeting.devices[device], self._memory)
+        shelf.complete()
+        self._keep(step, "", sizes, self._free(meeting, max(sizes)), meeting)
+
+    def _keep(
+        self,
+        step: int,
+        text: str,
+        sizes: Sequence[int],
+        memory: Mapping[int, Tensor],
+        meeting: Mesh,
+    ) -> None:
+        """Keep a version whose shares are in the memory of devices, and send it to the others.
+
+        Args:
+            step: as the program counts.
+            text: of the index.
+            sizes: of the shares of all devices.
+            memory: by device; all have one length.
+            meeting: all devices.
+        """
+        shifts = _shifts(meeting, self._copies)
+        assert self._mesh is not None
+        axes = self._mesh.axis_names
+        ledger_row = LedgerRow("copy", axes, call_site()._replace(leaves=()))
 
         def keep(device: int) -> None:
             shelf = self.shelf(device)
@@ -255,26 +305,25 @@ class Copies:
                 reach("copy")
             for shift in shifts:
                 owner = (device - shift) % len(sizes)
-                call = start(_ring(len(sizes), shift), row)
+                for ledger in active():
+                    ledger.record(meeting.devices[device], ledger_row, Fraction(len(row)))
+                with uncounted():
+                    call = start(_ring(len(sizes), shift), row)
                 shelf.arriving.append(Arriving(owner, sizes[owner], call))
-            if mesh.runtime == "virtual":
+            if meeting.runtime == "virtual":
                 shelf.complete()  # a run ends with all its calls
 
         run_on_devices(meeting, keep)
-        return any([has_flag for *_, has_flag in rows])
 
-    def _staged(self, content: TreeSnapshot, mesh: Mesh, longest: int) -> dict[int, Tensor]:
-        """Copy the shares of the caller's devices; return the memory of each, of equal length."""
+    def _free(self, mesh: Mesh, length: int) -> dict[int, Tensor]:
+        """Return memory for the shares of the caller's devices, of one length."""
         memory: dict[int, Tensor] = {}
         for device in local_devices(mesh):
             free = self.shelf(device).free_memory()
-            if free is None or len(free) < longest:
+            if free is None or len(free) < length:
                 with owned_by(mesh.devices[device]):
-                    free = empty_in(self._memory, (longest,), torch.uint8, mesh.device_type)
-            memory[device] = free[:longest]
-        staged = content.staged(memory)
-        if self._memory == "host":
-            staged.wait()  # others read it; what a device reads waits by itself
+                    free = empty_in(self._memory, (length,), torch.uint8, mesh.device_type)
+            memory[device] = free[:length]
         return memory
 
     def complete(self) -> None:

@@ -58,11 +58,9 @@ def all_bytes(content: bytes) -> list[bytes]:
     longest = max(sizes)
     if longest == 0:
         return [b""] * len(sizes)
-    row = torch.zeros(1, longest, dtype=torch.uint8)
-    row[0, : len(content)] = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8)[
-        : len(content)
-    ]
-    (rows,) = start(AllGather(0), row).wait()
+    padded = bytearray(content.ljust(longest, b"\0"))
+    row = torch.frombuffer(padded, dtype=torch.uint8)
+    (rows,) = start(AllGather(0), row[None]).wait()
     pairs = zip(rows, sizes, strict=True)
     return [bytes(x[:size].numpy()) for x, size in pairs]
 
@@ -86,32 +84,44 @@ def fetch(pieces: Sequence[Piece], shares: Mapping[int, Tensor], number: int) ->
         number: of the call.
     """
     asked = all_pieces(pieces)
+    move = _move_of(asked, number)
+    if move is None:
+        return []
+
+    # In host memory: new devices have no share that would say where the others are.
+    row = torch.empty(move.length, dtype=torch.uint8)
+    index = group_of_all().index
+    begin = 0
+    for wanted in asked:
+        for piece in wanted:
+            if piece.holder != index:
+                continue
+            share = shares[piece.owner]
+            end = begin + piece.size
+            row[begin:end] = share[piece.begin : piece.begin + piece.size]
+            begin = end
+    (received,) = start(move, row).wait()
+    return _in_order(pieces, received)
+
+
+def _move_of(asked: Sequence[Sequence[Piece]], number: int) -> Parcels | None:
+    """Return the move of the pieces that each device asks for; None if there are none."""
     sizes = Counter[tuple[int, int]]()
     for receiver, wanted in enumerate(asked):
         for piece in wanted:
             sizes[piece.holder, receiver] += piece.size
     if not sizes:
-        return []
-    pairs = [(sender, receiver, size) for (sender, receiver), size in sorted(sizes.items())]
-    move = Parcels(tuple(pairs), "shares", number=number)
+        return None
+    pairs: list[tuple[int, int, int]] = []
+    for (sender, receiver), size in sorted(sizes.items()):
+        pairs.append((sender, receiver, size))
+    return Parcels(tuple(pairs), "shares", number=number)
 
-    index = group_of_all().index
-    # In host memory: new devices have no share that would say where the others are.
-    row = torch.empty(move.length, dtype=torch.uint8)
-    begin = 0
-    for wanted in asked:
-        for piece in wanted:
-            if piece.holder == index:
-                end = begin + piece.size
-                row[begin:end] = shares[piece.owner][piece.begin : piece.begin + piece.size]
-                begin = end
 
-    (received,) = start(move, row).wait()
-    result: dict[int, Tensor] = {}
-    begin = 0
-    # They arrive in the order of their senders.
-    for place in sorted(range(len(pieces)), key=lambda place: pieces[place].holder):
-        end = begin + pieces[place].size
-        result[place] = received[begin:end]
-        begin = end
-    return [result[place] for place in range(len(pieces))]
+def _in_order(pieces: Sequence[Piece], received: Tensor) -> list[Tensor]:
+    """Return pieces in the order in which they were asked for: they come in that of their senders."""
+    places = sorted(range(len(pieces)), key=lambda place: pieces[place].holder)
+    sizes = [pieces[place].size for place in places]
+    parts = received[: sum(sizes)].split(sizes)
+    part_of = dict(zip(places, parts, strict=True))
+    return [part_of[place] for place in range(len(pieces))]

@@ -20,8 +20,10 @@ from torch.distributed import TCPStore
 
 import fshard as fs
 from fshard import P
-from fshard.errors import CollectiveTimeoutError, LostProcessError
+from fshard.errors import CollectiveTimeoutError, LostProcessError, MeshError
+from fshard.mesh import alive
 from fshard.mesh.runtimes import process
+from fshard.mesh.shared_memory import meet
 from fshard.recovery.meeting import Meeting
 from fshard.recovery.members import Members
 from tests.helpers.ended import wait_until
@@ -44,9 +46,13 @@ class Run:
         self.processes = []
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def start(self, n, main=None):
-        """Start processes: the first ones together, later ones each alone."""
+    def start(self, n, main=None, machines=None):
+        """Start processes: the first ones together, later ones each alone.
+
+        `machines`: the name of a machine for each, on which it pretends to be.
+        """
         context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["fshard", "tests.recovery.trained"])  # once for all
         are_first = not self.processes
         for rank in range(n):
             variables = {"OMP_NUM_THREADS": "1", **self.environment}
@@ -60,6 +66,8 @@ class Run:
                     "MASTER_PORT": str(self.store.port),
                     "TORCHELASTIC_USE_AGENT_STORE": "True",
                 }
+            if machines is not None:
+                variables["MACHINE"] = machines[rank]
             path = self.logs / f"{len(self.processes)}.jsonl"
             arguments = (main or sum_in_a_loop, path, variables, self)
             started = context.Process(target=run_process, args=arguments, daemon=True)
@@ -134,6 +142,8 @@ def run_process(main, path, variables, run):
         log.write(json.dumps({"at": time.time(), **row}) + "\n")
 
     try:
+        if "MACHINE" in variables:
+            pretend_machine(variables["MACHINE"])
         main(run, write)
     except BaseException as error:
         traceback.print_exc()
@@ -162,6 +172,7 @@ def sum_in_a_loop(run, write, work=None):
         except Exception as error:
             is_loss = isinstance(error, LostProcessError | CollectiveTimeoutError)
             if not is_loss and not members.has_lost():
+                members.leave()
                 raise
             noticed = time.time()
             del error
@@ -266,6 +277,88 @@ def everything(mesh, folder):
     function = fs.shard_map(collectives, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
     results.append(fs.unshard(function(x)))
     return results
+
+
+# -- processes without work, machines, errors ------------------------------------------------------
+
+
+def sum_on_two(run, write):
+    """Sum numbers on the first two processes until the test ends it; the others wait."""
+    members = Members.meet(run.folder, "cpu", run.timeout)
+    while True:
+        numbers = members.numbers
+        busy = numbers[:2]
+        mesh = fs.make_mesh({"d": len(busy)}, devices=range(len(busy)))
+        if mesh.is_member:
+            try:
+                total = sum_numbers(members, mesh, run, write)
+                members.finish(busy)
+                write(end="finished", sum=total)
+                return
+            except LostProcessError:
+                pass
+        else:
+            write(number=members.number, numbers=numbers, sum=sum(1 << n for n in numbers))
+            processor = time.process_time()
+            change = members.wait_for_change(busy)
+            write(change=change, processor=time.process_time() - processor)
+            if change == "ended":
+                write(end="spare")
+                return
+        members = members.regroup()
+
+
+def sum_numbers(members, mesh, run, write):
+    """Sum until it is the end; log who is there."""
+    write(
+        number=members.number,
+        numbers=members.numbers,
+        sum=sum(1 << number for number in members.numbers),
+    )
+    is_end = False
+    while not is_end:
+        row = torch.tensor([1 << members.number, run.stop_file.exists()])
+        total, is_end = fs.run(lambda: fs.psum(row, "d"), mesh=mesh)[0].tolist()  # noqa: B023
+        time.sleep(0.002)
+    return total
+
+
+def fail_in_one(run, write):
+    """Sum numbers; process 1 has an error of its own and leaves, but does not end."""
+
+    def work(mesh, name):
+        if fs.mesh.process_index() == 1 and fs.mesh.process_count() == 3:
+            raise ZeroDivisionError
+
+    try:
+        sum_in_a_loop(run, write, work)
+    except ZeroDivisionError:
+        write(failed=True)
+        wait_until(run.stop_file.exists, SECONDS)
+        write(end="failed")
+
+
+def meet_in_folders_of_their_own(run, write):
+    """Meet in a folder that is another one for each process."""
+    meet_and_log_error(run.folder / os.environ["RANK"], write)
+
+
+def meet_without_folder(run, write):
+    meet_and_log_error(None, write)
+
+
+def meet_and_log_error(folder, write):
+    try:
+        Members.meet(folder, "cpu", None)
+    except MeshError as error:
+        write(end=str(error))
+
+
+def pretend_machine(name):
+    """Be on a machine with a name, as far as fshard sees."""
+    number = zlib.crc32(name.encode())
+    meet.machine_id = lambda: number
+    alive.machine_id = lambda: number
 
 
 POINTS = [

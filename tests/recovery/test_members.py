@@ -20,6 +20,10 @@ from tests.recovery.programs import (
     die_at,
     digest,
     everything,
+    fail_in_one,
+    meet_in_folders_of_their_own,
+    meet_without_folder,
+    sum_on_two,
     work_in_a_loop,
 )
 
@@ -183,3 +187,66 @@ def test_process_that_is_stopped_is_left_behind(new_run, stopped):
     assert run.last(stopped)["error"].startswith("LostProcessError")
     assert "timeout=" in run.last(stopped)["error"]
     run.finish(living)
+
+
+def test_process_without_work_takes_the_place_of_a_lost_one(new_run):
+    run = new_run()
+    run.start(4, sum_on_two)
+    run.wait_for([0, 1, 2, 3])
+    run.kill(3)  # the others do not need it
+    time.sleep(0.1)
+    assert run.last(2)["numbers"] == [0, 1, 2, 3]
+    run.kill(0)
+    run.wait_for([1, 2])
+    changes = [row for row in run.rows(2) if "change" in row]
+    assert [row["change"] for row in changes] == ["regroup"]
+    assert changes[0]["processor"] < 0.2
+    run.finish([1, 2])
+    assert run.last(1)["sum"] == 0b110
+
+
+def test_process_without_work_hears_of_the_end(new_run):
+    run = new_run()
+    run.start(3, sum_on_two)
+    run.wait_for([0, 1, 2])
+    run.finish([0, 1, 2])
+    assert run.last(2)["end"] == "spare"
+
+
+def test_process_with_an_error_of_its_own_leaves(new_run):
+    run = new_run()
+    run.start(3, fail_in_one)
+    run.wait_for([0, 2])
+    assert run.last(1)["failed"]
+    run.finish([0, 1, 2])
+
+
+def test_machines_hear_each_other_through_the_folder(new_run):
+    run = new_run(timeout=1.5)
+    run.start(4, machines=["a", "a", "b", "b"])
+    run.wait_for([0, 1, 2, 3])
+    killed = run.kill(3)  # which process 2 sees
+    rows = run.wait_for([0, 1, 2])
+    assert rows[0]["at"] < killed + 1.5
+    killed = run.kill(2)
+    rows = run.wait_for([0, 1])
+    assert rows[0]["at"] > killed + 0.4  # the last sign of life may be a second old
+    run.start(1, machines=["c"])
+    run.wait_for([0, 1, 4])
+    run.finish([0, 1, 4])
+
+
+@pytest.mark.parametrize(
+    ("main", "text"),
+    [
+        (meet_without_folder, "must be given a folder that all of them see"),
+        (meet_in_folders_of_their_own, "folder must be a directory that all processes see"),
+    ],
+)
+def test_machines_need_a_folder_that_all_see(new_run, main, text):
+    run = new_run()
+    run.folder.mkdir()
+    run.start(2, main, machines=["a", "b"])
+    wait_until(lambda: all("end" in run.last(index) for index in range(2)))
+    assert all(text in run.last(index)["end"] for index in range(2))
+    assert [*run.folder.rglob("fshard-run*")] == []
