@@ -372,6 +372,24 @@ def test_audit_refuses_other_sizes_of_local_axes():
         fs.audit(step, mesh=fs.make_mesh({"data": 4, "model": 1}))
 
 
+def test_audit_refuses_other_numbers_of_slices():
+    step, _ = step_of(0, reproducible=True)
+    with pytest.raises(ValueError, match="as many slices, 8, to have equal bits; got 16"):
+        fs.audit(step, slices=16)
+    with pytest.raises(ValueError, match="8 slices, which 3 devices do not share evenly"):
+        fs.audit(step, mesh=fs.make_mesh({"data": 3}))
+
+
+def test_difference_by_dropout_asks_for_draws(tmp_path):
+    def loss(params, batch):
+        return loss_fn(params, (nn.functional.dropout(batch[0], 0.5), batch[1]))
+
+    step, params = step_of(1, loss=loss)
+    step = fs.audit(step, every=1, mesh=HALF, folder=tmp_path)
+    with pytest.raises(AuditError, match=r"random numbers, .* only with reproducible=True"):
+        step(params, step.init(params), batch_of())
+
+
 def test_audit_refuses_a_function():
     with pytest.raises(ValueError, match=r"step must be a step of fs\.train_step; got function"):
         fs.audit(loss_fn)
@@ -450,7 +468,7 @@ def test_command_without_a_program_asks_for_it(tmp_path, monkeypatch, capsys):
     assert main(["replay", "audits/step-2"]) == 2
     assert "FILE:FUNCTION" in capsys.readouterr().err
     assert main(["replay", "audits/step-3"]) == 2
-    assert "is not there" in capsys.readouterr().err
+    assert "has no audit.json" in capsys.readouterr().err
 
 
 def test_difference_may_warn_and_go_on(tmp_path):

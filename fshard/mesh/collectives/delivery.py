@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout.counting import MessageListener, HeardMessage, counting, without_counters
+from fshard.mesh.layout.counting import HeardMessage, MessageListener, counting, without_counters
 
 if TYPE_CHECKING:
     from fshard.mesh.collectives.moves import Purpose, Wired
