@@ -513,6 +513,26 @@ def test_step_that_does_not_repeat_itself_is_said_so(tmp_path):
         step(params, step.init(params), batch_of())
 
 
+def test_difference_is_raised_on_all_devices_of_a_run(tmp_path, monkeypatch):
+    """Each virtual device runs the program, as a process does."""
+    monkeypatch.chdir(tmp_path)
+
+    def main():
+        mesh = fs.make_mesh({"data": 4})
+        half = fs.make_mesh({"data": 2}, devices=[1, 2])
+        params = fs.shard_params(full_params(), fs.fsdp("data"), mesh=mesh)
+        opt = fs.partition_optimizer(fs.optim.adamw(0.01), mesh=mesh, axis="data", stage=3)
+        step = fs.train_step(mistaken_loss, opt, mesh=mesh, batch=P("data"), reproducible=True)
+        step = fs.audit(step, every=1, mesh=half, stage=1)
+        with pytest.raises(AuditError) as error:
+            step(params, step.init(params), batch_of())
+        return str(error.value)
+
+    texts = fs.run(main, mesh=FOUR)
+    assert len({*texts}) == 1
+    assert "device 0 (data=0) in this one, device 1 (data=0) in the other one" in texts[0]
+
+
 # -- replicas --------------------------------------------------------------------------------------
 
 
