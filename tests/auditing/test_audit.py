@@ -242,6 +242,84 @@ def test_audit_of_experts_passes(tmp_path):
     check_equal(step, arrays, batch_of())
 
 
+@pytest.mark.parametrize("update_on", ["device", "host"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_audit_of_state_on_the_host_passes(stage, update_on, tmp_path):
+    params = fs.shard_params(full_params(), fs.fsdp("data") if stage == 3 else P(), mesh=FOUR)
+    opt = fs.partition_optimizer(
+        fs.optim.adamw(0.01),
+        mesh=FOUR,
+        axis="data",
+        stage=stage,
+        state_memory="host",
+        update_on=update_on,
+    )
+    step = fs.train_step(loss_fn, opt, mesh=FOUR, batch=P("data"), reproducible=True)
+    step = fs.audit(step, every=1, mesh=HALF, stage=2, folder=tmp_path)
+    check_equal(step, params, batch_of())
+
+
+@pytest.mark.parametrize(("stage", "other"), [(3, 1), (1, 3)])
+def test_audit_of_tied_frozen_and_other_leaves_passes(stage, other, tmp_path):
+    torch.manual_seed(0)
+    tied = torch.randn(8, 8)
+    full = {
+        "first": torch.randn(6, 8),
+        "tied": [tied, tied],
+        "ids": torch.arange(4),
+        "unused": torch.randn(3),
+        "frozen": torch.randn(8),
+        "word": "tanh",
+    }
+
+    def loss(params, batch):
+        hidden = torch.tanh(batch[0] @ params["first"] + params["frozen"]) @ params["tied"][0]
+        y = (hidden @ params["tied"][1].T)[:, params["ids"]]
+        return (y - batch[1]).square().mean()
+
+    params = fs.shard_params(full, fs.fsdp("data") if stage == 3 else P(), mesh=FOUR)
+    opt = fs.partition_optimizer(fs.optim.adamw(0.01), mesh=FOUR, axis="data", stage=stage)
+    step = fs.train_step(
+        loss, opt, mesh=FOUR, batch=P("data"), frozen=["frozen"], reproducible=True
+    )
+    step = fs.audit(step, every=1, mesh=HALF, stage=other, folder=tmp_path)
+    check_equal(step, params, batch_of())
+
+
+@pytest.mark.parametrize("is_exact", [True, False], ids=["bits", "rounding"])
+def test_audit_of_two_axes_and_a_sharded_batch_passes(is_exact, tmp_path):
+    mesh = fs.make_mesh({"copies": 2, "data": 2})
+    params = fs.shard_params(full_params(), fs.fsdp("data"), mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.adamw(0.01), mesh=mesh, axis="data", stage=3)
+    spec = P(("copies", "data"))
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=spec, **reproducible(is_exact))
+    other = fs.make_mesh({"copies": 1, "data": 4})
+    step = fs.audit(step, every=1, mesh=other, folder=tmp_path)
+    check_equal(step, params, fs.device_put(batch_of(), fs.Layout(mesh, spec)))
+
+
+def test_audit_of_master_weights_passes(tmp_path):
+    full = {name: x.bfloat16() for name, x in full_params().items()}
+    params = fs.shard_params(full, fs.fsdp("data"), mesh=FOUR)
+    opt = fs.optim.with_master_weights(fs.optim.adamw(0.01))
+    opt = fs.partition_optimizer(opt, mesh=FOUR, axis="data", stage=3)
+    step = fs.train_step(loss_fn, opt, mesh=FOUR, batch=P("data"))
+    step = fs.audit(step, every=1, mesh=HALF, stage=1, folder=tmp_path)
+    check_equal(step, params, tuple([x.bfloat16() for x in batch_of()]))
+
+
+def test_audit_of_compressed_gradients_keeps_the_mesh(tmp_path):
+    params = fs.shard_params(full_params(), P(), mesh=FOUR)
+    compress = {"data": fs.comm.power_sgd(rank=1)}
+    opt = fs.partition_optimizer(
+        fs.optim.sgd(0.1), mesh=FOUR, axis="data", stage=1, compress=compress
+    )
+    step = fs.train_step(loss_fn, opt, mesh=FOUR, batch=P("data"))
+    check_equal(fs.audit(step, every=1, bucket=0, folder=tmp_path), params, batch_of())
+    with pytest.raises(ValueError, match="the optimizer compresses gradients"):
+        fs.audit(step, mesh=HALF)
+
+
 # -- a step repeats itself -------------------------------------------------------------------------
 
 
