@@ -273,7 +273,7 @@ def keeps_an_array(run, write):
         layout = fs.Layout(elastic_run.mesh, fs.P("data"))
         x = fs.device_put(torch.arange(12.0), layout)
         for old in before:
-            for use in (lambda old: old + x, fs.unshard):  # noqa: B023
+            for use in (lambda old: old + x, fs.unshard):
                 with pytest.raises(fs.errors.FshardError) as error:
                     use(old)
                 texts.append(str(error.value))
