@@ -59,7 +59,7 @@ class TreeSnapshot:
         mesh: of the devices that write; None for a process without others.
         wait: returns when the values of the ranges are there.
         deaths: the number of virtual devices that were killed before.
-        is_staying: returns False once the process has joined another world than that of its snapshot.
+        is_staying: returns False once the process has joined another world.
     """
 
     index: Index
@@ -68,6 +68,7 @@ class TreeSnapshot:
     mesh: Mesh | None = None
     wait: Callable[[], object] = tuple
     deaths: int = field(default_factory=lambda: len(deaths))
+    is_staying: Callable[[], bool] = field(default_factory=staying)
 
     @property
     def ranks(self) -> Sequence[int] | None:

@@ -290,19 +290,17 @@ class Elastic(Generic[Result]):
         while True:
             loss: Exception | None = None
             try:
-                mesh = largest_mesh(self._make_mesh, crew.numbers)
-                run = self._next_run(crew, copies, mesh, run)
-                generation = ElasticGeneration(
-                    run.names, lost, run.latest, run.origin, time.monotonic() - noticed
-                )
+                run = self._next_run(crew, copies, run)
+                seconds = time.monotonic() - noticed
+                generation = ElasticGeneration(run.names, lost, run.latest, run.origin, seconds)
                 self.generations.append(generation)
                 if run.latest is None:
                     begin()  # one that begins anew draws the same numbers again
-                if not mesh.is_member:
+                if not run.mesh.is_member:
                     if not crew.wait():
                         return None
                     raise Regroup
-                with use_mesh(mesh):
+                with use_mesh(run.mesh):
                     result = self._function(run, *args, **kwargs)
                 run.settle()
                 _end(unsettled)
@@ -362,10 +360,9 @@ class Elastic(Generic[Result]):
             _end(last_run)
         return found
 
-    def _next_run(
-        self, crew: Crew, copies: Copies, mesh: Mesh, last_run: ElasticRun | None
-    ) -> ElasticRun:
+    def _next_run(self, crew: Crew, copies: Copies, last_run: ElasticRun | None) -> ElasticRun:
         """Return the run of the next generation, which continues from a version."""
+        mesh = largest_mesh(self._make_mesh, crew.numbers)
         found = self._find(crew, copies, mesh, last_run)
         names = tuple([crew.names[crew.numbers.index(number)] for number in mesh.devices])
         copies.begin(crew.generation, mesh, names, None if found is None else found.key)
@@ -405,9 +402,9 @@ def elastic(
             `fs.make_mesh(..., devices=devices)`. Where it raises a MeshError or returns None, it is
             called with fewer; the others wait.
         copies: the number of other devices that keep the share of each, at most all. So many
-            neighbours may be lost at once. With 0 the run goes on from the folder.
+            neighbours may be lost at once. With 0 the run continues from the folder.
         every: `run.save` keeps the steps that this divides, and the others are repeated.
-        folder: where `run.save` saves too, and the run goes on from if too many were lost, or all.
+        folder: where `run.save` saves too, and the run continues from if too many were lost, or all.
             Processes that are started later with it take part after the next `run.save`.
         memory: of the copies, "device" or "host".
         devices: the number of virtual devices, where no processes were started together: so one

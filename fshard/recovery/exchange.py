@@ -20,7 +20,7 @@ from fshard.source import call_site
 _CALLER = "fs.elastic"
 
 
-class Request(NamedTuple):
+class ShareRequest(NamedTuple):
     """The bytes of a share that a device requests of another one.
 
     Args:
@@ -65,17 +65,19 @@ def all_bytes(content: bytes) -> list[bytes]:
     return [bytes(x[:size].numpy()) for x, size in pairs]
 
 
-def all_requests(requests: Sequence[Request]) -> list[list[Request]]:
+def all_requests(requests: Sequence[ShareRequest]) -> list[list[ShareRequest]]:
     """Return the requests of each device."""
     content = np.array([*requests], np.int64).tobytes()
-    result: list[list[Request]] = []
+    result: list[list[ShareRequest]] = []
     for row in all_bytes(content):
-        numbers = np.frombuffer(row, np.int64).reshape(-1, len(Request._fields))
-        result.append([Request(*request) for request in numbers.tolist()])
+        numbers = np.frombuffer(row, np.int64).reshape(-1, len(ShareRequest._fields))
+        result.append([ShareRequest(*request) for request in numbers.tolist()])
     return result
 
 
-def fetch(requests: Sequence[Request], shares: Mapping[int, Tensor], number: int) -> list[Tensor]:
+def fetch(
+    requests: Sequence[ShareRequest], shares: Mapping[int, Tensor], number: int
+) -> list[Tensor]:
     """Return chunks of the shares of others; all devices call it, and serve each other.
 
     Args:
@@ -104,7 +106,7 @@ def fetch(requests: Sequence[Request], shares: Mapping[int, Tensor], number: int
     return _in_order(requests, received)
 
 
-def _move_of(all_wanted: Sequence[Sequence[Request]], number: int) -> Parcels | None:
+def _move_of(all_wanted: Sequence[Sequence[ShareRequest]], number: int) -> Parcels | None:
     """Return the move of all requests; None if there are none."""
     sizes = Counter[tuple[int, int]]()
     for receiver, wanted in enumerate(all_wanted):
@@ -118,7 +120,7 @@ def _move_of(all_wanted: Sequence[Sequence[Request]], number: int) -> Parcels | 
     return Parcels(tuple(pairs), "shares", number=number)
 
 
-def _in_order(requests: Sequence[Request], received: Tensor) -> list[Tensor]:
+def _in_order(requests: Sequence[ShareRequest], received: Tensor) -> list[Tensor]:
     """Return chunks in the order of their requests; they arrive in that of their senders."""
     places = sorted(range(len(requests)), key=lambda place: requests[place].holder)
     sizes = [requests[place].size for place in places]

@@ -21,7 +21,7 @@ from fshard.checkpoint.source import IndexedSource, ReadRange, Target
 from fshard.mesh.layout import Mesh
 from fshard.mesh.reshard.rounds import ROUND
 from fshard.mesh.spmd.run import as_one_device
-from fshard.recovery.exchange import Request, all_rows, fetch
+from fshard.recovery.exchange import ShareRequest, all_rows, fetch
 
 
 class SharesInMemory(IndexedSource):
@@ -66,9 +66,11 @@ class SharesInMemory(IndexedSource):
             count = max([row[0] for row in all_rows([len(rounds)])])
             for number in range(count):
                 wanted = rounds[number] if number < len(rounds) else []
-                requests: list[Request] = []
+                requests: list[ShareRequest] = []
                 for owner, needed in wanted:
-                    requests.append(Request(self._holders[owner], owner, needed.byte, needed.size))
+                    requests.append(
+                        ShareRequest(self._holders[owner], owner, needed.byte, needed.size)
+                    )
                 arrived = fetch(requests, self._shares, number)
                 for (_, needed), content in zip(wanted, arrived, strict=True):
                     _put(content, needed)

@@ -24,7 +24,7 @@ from fshard.mesh.layout import Mesh
 from fshard.mesh.reshard.rounds import ROUND
 from fshard.mesh.spmd.run import run_on_devices
 from fshard.recovery.copies import Found, Shelf, Version, VersionKey
-from fshard.recovery.exchange import Request, all_bytes, fetch
+from fshard.recovery.exchange import ShareRequest, all_bytes, fetch
 
 
 class Holding(NamedTuple):
@@ -161,9 +161,9 @@ def _fetched(
     """Return a share that only a process outside of the new mesh has, on its receiver."""
     parts: list[Tensor] = []
     for number, begin in enumerate(range(0, row.size, ROUND)):
-        requests: list[Request] = []
+        requests: list[ShareRequest] = []
         if is_receiver:
-            requests = [Request(holder, row.owner, begin, min(ROUND, row.size - begin))]
+            requests = [ShareRequest(holder, row.owner, begin, min(ROUND, row.size - begin))]
         parts += [part.clone() for part in fetch(requests, shares, number)]
     if not is_receiver:
         return None
