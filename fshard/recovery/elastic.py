@@ -288,7 +288,7 @@ class Elastic(Generic[Result]):
         lost: tuple[int, ...] = ()
         noticed = time.monotonic()
         while True:
-            loss: Exception | None = None
+            loss: BaseException | None = None
             try:
                 run = self._next_run(crew, copies, run)
                 seconds = time.monotonic() - noticed
@@ -308,8 +308,9 @@ class Elastic(Generic[Result]):
                 return result
             except Regroup:
                 pass
-            except Exception as error:
-                if not crew.is_loss(error):
+            except BaseException as error:
+                is_stop = not isinstance(error, Exception)  # such as Ctrl-C
+                if is_stop or not crew.is_loss(error):
                     crew.leave()
                     raise
                 _end(unsettled)
@@ -317,9 +318,6 @@ class Elastic(Generic[Result]):
                 # The frames that it has left still have the parameters of this generation.
                 traceback.clear_frames(error.__traceback__)
                 loss = error.with_traceback(None)
-            except BaseException:  # such as Ctrl-C
-                crew.leave()
-                raise
 
             noticed = time.monotonic()
             before = crew.names

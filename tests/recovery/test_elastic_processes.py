@@ -335,6 +335,8 @@ def test_a_save_in_the_background_waits_for_no_lost_process(tmp_path):
             assert run.last(process)["latest"] == 4
         for result in results_of(run):
             assert torch.equal(result, torch.full((8,), 16.0))
+    finally:
+        run.close()
 
 
 def keeps_an_array(run, write):
