@@ -130,6 +130,7 @@ MAY_IMPORT = {
         "experts",
         "explore",
         "refit",
+        "recovery",
         "report",
         "nn",
         "parallelism",
