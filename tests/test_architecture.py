@@ -156,6 +156,7 @@ FOLDED = {
     "parallelism": Figures(16, 3.2, 94.6, 0, 2.0, 15.2),
     "pipeline": Figures(14, 7.1, 33.8, 1.3, 1.8, 20.2),
     "plan": Figures(15, 6.1, 37.1, 0.7, 3.3, 14.0),
+    "recovery": Figures(14, 0, 24.0, 0, 3.5, 20.0),
     "refit": Figures(15, 0, 19.3, 0, 0, 13.3),
     "report": Figures(14, 9.6, 52.6, 0, 1.6, 6.4),
     "tensor": Figures(16, 9.1, 44.6, 0, 1.5, 15.2),

@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor
-
 from fshard.auditing.compare import Difference
 from fshard.auditing.diagnosis import (
     UNREPEATABLE,
@@ -24,7 +21,6 @@ from fshard.auditing.diagnosis import (
 from fshard.auditing.folder import AuditFacts, save_step
 from fshard.auditing.layouts import OtherLayout, layout_errors, other_step
 from fshard.auditing.meeting import is_any
-from fshard.auditing.records import copies_of
 from fshard.auditing.replicas import UnequalReplicas, unequal_replicas
 from fshard.auditing.runs import KINDS, AuditTrial, Run, Twin, run_recorded
 from fshard.errors import AuditError
@@ -39,6 +35,11 @@ OnDifference = Literal["raise", "warn"]
 
 REPLICAS = "replicas"
 """The phase of a finding of replicas that differ."""
+
+OF_DRAWS = (
+    "Does the loss draw random numbers, as for dropout? They are equal in another layout only with "
+    "reproducible=True"
+)
 
 
 def audit(
@@ -206,24 +207,22 @@ class AuditedStep:
 
     def _audited(self, arguments: Sequence[PyTree]) -> tuple[Any, ...]:
         """Run the step and audit it; save its arguments if it differs."""
-        kept = [copies_of(tree) for tree in arguments]
-        random = torch.get_rng_state()
-        results, outcome = self.check(arguments, self.calls)
+        trial = AuditTrial(self.twin, arguments)
+        results, outcome = self.check(trial, arguments, self.calls)
         self.audits += 1
         self.last = outcome
         if outcome.is_equal:
             return results
-        self._complain(f"{outcome.text}\n{self._save(outcome, kept, random)}")
+        self._complain(f"{outcome.text}\n{self._save(outcome, trial)}")
         return results
 
     def check(
-        self, arguments: Sequence[PyTree], number: int
+        self, trial: AuditTrial, arguments: Sequence[PyTree], number: int
     ) -> tuple[tuple[Any, ...], AuditOutcome]:
         """Run the step in both layouts; return its results, and the outcome of step `number`.
 
-        The arguments are donated, if the step donates its arguments.
+        The arguments, of which the trial has copies, are donated, if the step donates its own.
         """
-        trial = AuditTrial(self.twin, arguments)
         first = run_recorded(self.step, arguments)
         after = random_state()
         with uncounted():
@@ -264,6 +263,8 @@ class AuditedStep:
             found = differences_of_all(self.mesh, found)
         has_slices = self.twin.is_exact
         disagreement = persistent(first.record, other.record, meshes, found, has_slices=has_slices)
+        if not has_slices:
+            disagreement = disagreement._replace(text=f"{disagreement.text}. {OF_DRAWS}")
         return [*findings, disagreement]
 
     # -- replicas ----------------------------------------------------------------------------------
@@ -322,13 +323,13 @@ class AuditedStep:
 
     # -- the folder --------------------------------------------------------------------------------
 
-    def _save(self, outcome: AuditOutcome, kept: Sequence[PyTree], random: Tensor) -> str:
+    def _save(self, outcome: AuditOutcome, trial: AuditTrial) -> str:
         """Save the arguments of a step, with the table; return how it is repeated."""
         if outcome.findings[0].phase == REPLICAS:
             return "Its arguments are not saved: a checkpoint has one value of each replica."
         path = self.folder / f"step-{outcome.step}"
         facts = AuditFacts(outcome.step, self.program)
-        save_step(path, facts, outcome.text, kept, random)
+        save_step(path, facts, outcome.text, trial.kept, trial.state_of_draws)
         return f"Repeat it alone: fshard replay {path} {self.program or 'FILE:FUNCTION'}"
 
 

@@ -8,7 +8,8 @@ device 1   w[2:4]     |   w[2:4]       w[3] differs: 0.5, 0.25
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
+from functools import partial
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fshard.auditing.meeting import largest_of_all
 from fshard.mesh.layout import Mesh, PyTree, path_text
+from fshard.mesh.layout.arithmetic import unravel
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import shard_of
 from fshard.mesh.spmd.run import local_devices
@@ -88,7 +90,7 @@ def differences(
             found += _of_array(kind, name, leaf, another, mesh, bound)
         elif isinstance(leaf, Tensor):
             number = mesh.devices[local_devices(mesh)[0]]
-            found += _of_tensor(kind, name, leaf, another, number, bound, _index_in(leaf))
+            found += _of_tensor(kind, name, leaf, another, number, bound, partial(_index_in, leaf))
     return found
 
 
@@ -103,11 +105,16 @@ def _bounds(leaves: Sequence[Any], mesh: Mesh, dtype: torch.dtype | None) -> lis
     sizes: list[float] = []
     for leaf in leaves:
         shards = leaf.shards if isinstance(leaf, Sharded) else [leaf]
-        tensors = [x for x in shards if isinstance(x, Tensor) and x.is_floating_point()]
+        tensors = [x for x in shards if isinstance(x, Tensor) and _is_rounded(x)]
         sizes.append(max([largest(x) for x in tensors], default=0.0))
     sizes = largest_of_all(mesh, sizes)
     largest_leaf = max(sizes, default=0.0)
     return [bound_of(torch.tensor(size), largest_leaf, dtype) for size in sizes]
+
+
+def _is_rounded(x: Tensor) -> bool:
+    """Return True for the numbers that operations round."""
+    return x.is_floating_point() or x.is_complex()
 
 
 def _of_array(
@@ -118,20 +125,21 @@ def _of_array(
     for device, shard, other_shard in zip(devices, x.shards, other.shards, strict=True):
         number = mesh.devices[device]
 
-        def index_of(position: int, device: int = device) -> list[int]:
-            numbers = torch.arange(max(torch.Size(x.shape).numel(), 1)).reshape(x.shape)
-            element = shard_of(numbers, x.layout, device).reshape(-1)[position]
-            return [int(i) for i in torch.unravel_index(element, x.shape)] if x.shape else []
-
+        index_of = partial(_index_of, x, device)
         found += _of_tensor(kind, name, shard, other_shard, number, bound, index_of)
     return found
 
 
-def _index_in(x: Tensor) -> Callable[[int], list[int]]:
-    def index_of(position: int) -> list[int]:
-        return [int(i) for i in torch.unravel_index(torch.tensor(position), x.shape)]
+def _index_of(x: Sharded, device: int, position: int) -> list[int]:
+    """Return the index in the full tensor of an element of a device's shard."""
+    numbers = torch.arange(prod(x.shape)).reshape(x.shape)
+    number = shard_of(numbers, x.layout, device).reshape(-1)[position]
+    return [*unravel(int(number), x.shape)]
 
-    return index_of
+
+def _index_in(x: Tensor, position: int) -> list[int]:
+    """Return the index of an element of a tensor."""
+    return [*unravel(position, x.shape)]
 
 
 def _of_tensor(
@@ -145,15 +153,16 @@ def _of_tensor(
 ) -> list[Difference]:
     """Return the difference of two tensors of one shape, if there is any."""
     other = other.to(x.device)
-    is_exact = bound is None or not x.is_floating_point()
-    unequal = unequal_bits(x, other) if is_exact else errors_of(x, other) > (bound or 0.0)
+    if bound is None or not _is_rounded(x):
+        unequal = unequal_bits(x, other)
+    else:
+        unequal = errors_of(x, other) > bound
     if not unequal.any():
         return []
     position = int(unequal.reshape(-1).nonzero()[0])
-    index = index_of(position) if x.ndim or x.numel() > 1 else []
     value = _written(x.reshape(-1)[position])
     other_value = _written(other.reshape(-1)[position])
-    return [Difference(kind, name, number, index, value, other_value)]
+    return [Difference(kind, name, number, index_of(position), value, other_value)]
 
 
 def unequal_bits(x: Tensor, other: Tensor) -> Tensor:
@@ -166,7 +175,7 @@ def unequal_bits(x: Tensor, other: Tensor) -> Tensor:
         return unequal_bits(torch.view_as_real(x), torch.view_as_real(other)).any(-1)
     integers = _INTEGERS[x.dtype.itemsize]
     unequal = x.contiguous().view(integers) != other.contiguous().view(integers)
-    if x.is_floating_point():
+    if x.is_floating_point() and x.dtype.itemsize > 1:  # torch has no isnan for float8
         unequal &= ~(x.isnan() & other.isnan())
     return unequal
 

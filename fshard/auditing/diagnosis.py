@@ -29,6 +29,7 @@ from fshard.auditing.records import (
 )
 from fshard.auditing.runs import Run
 from fshard.mesh.layout import Mesh
+from fshard.mesh.spmd.scope import here
 
 SLICE_PHASES = ("loss", "gradient")
 """The phases of slices, in order of time: equal bits in every layout, in reproducible mode."""
@@ -39,8 +40,8 @@ class Finding(NamedTuple):
 
     Args:
         phase: of the step, in which values first differ.
-        device: the number in the world of the device at fault; None if two layouts disagree as a
-            whole.
+        device: the number in the world of the device at fault, or of the first element that
+            differs; None if either of two devices may be at fault.
         leaf: of parameters or state, "" if there is none.
         text: the sentence of the error.
     """
@@ -62,32 +63,33 @@ UNREPEATABLE = Finding(
 
 
 def device_name(mesh: Mesh, number: int) -> str:
-    """Return a device by its number and coordinates, of a process mesh also as a process.
+    """Return a device by its number and coordinates; one of a process mesh is a process.
 
     >>> from fshard import make_mesh
     >>> device_name(make_mesh({"data": 2, "model": 2}), 2)
     'device 2 (data=1, model=0)'
     """
-    kind = "process" if mesh.runtime == "process" else "device"
-    if number not in mesh.devices:
-        return f"{kind} {number}"
+    is_of_processes = mesh.runtime == "process"
+    if not mesh.is_member:  # then the mesh is abstract here, and so says nothing
+        is_of_processes = here() is None
+    kind = "process" if is_of_processes else "device"
     coordinates = mesh.coordinates(mesh.devices.index(number))
-    return f"{kind} {number} ({', '.join([f'{axis}={i}' for axis, i in coordinates.items()])})"
+    words = [f"{axis}={index}" for axis, index in coordinates.items()]
+    return f"{kind} {number} ({', '.join(words)})"
 
 
 def faults_of_all(mesh: Mesh, run: Run, again: Run) -> list[Fault]:
     """Return where a run first differed from its repetition, on any device of its mesh."""
-    rows = [
-        [fault.device, [*fault.entry], fault.leaf] for fault in faults(run.record, again.record)
-    ]
-    sent_rows = sent_otherwise(run.record, again.record)
+    local_faults = faults(run.record, again.record)
+    local_sent = sent_otherwise(run.record, again.record)
     found: list[Fault] = []
     sent: list[tuple[str, int, int]] = []
-    for text in texts_of_all(mesh, json.dumps([rows, sent_rows])):
-        rows, sent_rows = json.loads(text)
-        sent += [(subject, group, count) for subject, group, count in sent_rows]
-        for device, entry, leaf in rows:
+    for text in texts_of_all(mesh, json.dumps([local_faults, local_sent])):
+        fault_rows, sent_rows = json.loads(text)
+        for device, entry, leaf in fault_rows:
             found.append(Fault(device, RecordEntry(*entry), leaf))
+        for subject, group, count in sent_rows:
+            sent.append((subject, group, count))
     return origins(found, sent)
 
 
@@ -124,9 +126,7 @@ def persistent(
         has_slices: True if slices have equal bits in both layouts.
     """
     if has_slices:
-        tables = [
-            slices_of_all(mesh, record) for mesh, record in zip(meshes, (first, other), strict=True)
-        ]
+        tables = slices_of_all(meshes[0], first), slices_of_all(meshes[1], other)
         for phase in SLICE_PHASES:
             finding = _unequal_slice(phase, tables, meshes)
             if finding is not None:
@@ -173,8 +173,7 @@ def _unequal_slice(
             f"both layouts repeat themselves, and have another {computed}: {devices} in this one, "
             f"{other_devices} in the other one"
         )
-        device = pairs[0][1] if len(pairs) == 1 else None
-        return Finding(str(computed), device, leaf, text)
+        return Finding(str(computed), None, leaf, text)
     return None
 
 
@@ -201,8 +200,7 @@ def _unequal_result(found: Sequence[Difference], mesh: Mesh) -> Finding:
 
 def differences_of_all(mesh: Mesh, found: Sequence[Difference]) -> list[Difference]:
     """Return the differences that all devices of a mesh have found."""
-    rows = [[*difference] for difference in found]
     gathered: list[Difference] = []
-    for text in texts_of_all(mesh, json.dumps(rows)):
+    for text in texts_of_all(mesh, json.dumps(found)):
         gathered += [Difference(*row) for row in json.loads(text)]
     return gathered

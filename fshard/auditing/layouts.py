@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fshard.optim.partition import partition_optimizer
 from fshard.optim.sharded.layouts import Stage, shard_layout
 from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.randomness import drawing_from, random_state
+from fshard.transforms.options import refusal
 from fshard.transforms.stages.buffers import stage_of
 from fshard.transforms.stages.plan import at_coordinate
 from fshard.transforms.train_step import TrainStep
@@ -42,10 +44,8 @@ def _in_stage(step: TrainStep, stage: Stage) -> ShardedOptimizer:
     """Return the optimizer of a step in another stage of ZeRO, along its axes or the batch's."""
     if isinstance(step.opt, ShardedOptimizer):
         return step.opt.replaced(layouts=replace(step.opt.layouts, stage=stage))
-    axes: dict[str, None] = {}  # a set in order
-    for spec in flatten(step.options.batch)[0]:
-        axes.update(dict.fromkeys(spec.axes if isinstance(spec, P) else ()))
-    return partition_optimizer(step.opt, mesh=step.mesh, axis=tuple(axes), stage=stage)
+    axes = _axes_of_batch(step)
+    return partition_optimizer(step.opt, mesh=step.mesh, axis=axes, stage=stage)
 
 
 def layout_errors(step: TrainStep, other: TrainStep) -> list[str]:
@@ -61,6 +61,13 @@ def layout_errors(step: TrainStep, other: TrainStep) -> list[str]:
         )
     if step.state_memory == "disk":
         errors.append('a state on disk is not copied. Give partition_optimizer state_memory="host"')
+    counts = step.gradient.options.slices, other.gradient.options.slices
+    if step.options.reproducible and other.options.reproducible and counts[0] != counts[1]:
+        errors.append(
+            f"the other layout must cut the batch into as many slices, {counts[0]}, to have equal "
+            f"bits; got {counts[1]}. Of stages they are the microbatches of all devices"
+        )
+    errors += refusal(partial(_count_slices, other))
     for axis in as_axes(step.options.local):
         sizes = step.mesh.shape.get(axis), other.mesh.shape.get(axis)
         if sizes[0] != sizes[1]:
@@ -69,6 +76,23 @@ def layout_errors(step: TrainStep, other: TrainStep) -> list[str]:
                 f"got {sizes[1]}"
             )
     return errors
+
+
+def _count_slices(step: TrainStep) -> int:
+    """Return the number of slices of a device; raise if devices cannot share them evenly."""
+    parts = 1
+    for axis in _axes_of_batch(step):
+        parts *= step.mesh.shape[axis]
+    return step.gradient.options.turns(parts)
+
+
+def _axes_of_batch(step: TrainStep) -> tuple[str, ...]:
+    """Return the axes that shard the batch of a step."""
+    axes: dict[str, None] = {}  # a set in order
+    for spec in flatten(step.options.batch)[0]:
+        if isinstance(spec, P):
+            axes.update(dict.fromkeys(spec.axes))
+    return tuple(axes)
 
 
 @dataclass(frozen=True)
@@ -175,3 +199,8 @@ def copied_like(tree: PyTree, like: PyTree) -> PyTree:
         is_array = isinstance(leaf, Sharded) and isinstance(target, Sharded)
         layouts.append(target.layout if is_array else None)
     return moved(tree, layouts)
+
+
+def without_arrays(tree: PyTree) -> PyTree:
+    """Return a tree with None in place of its arrays."""
+    return Leaves.of(tree).mapped(lambda x: None if isinstance(x, Sharded) else x)

@@ -14,6 +14,7 @@ import torch
 
 from fshard.auditing.audit import AuditedStep, AuditOutcome
 from fshard.auditing.folder import read_facts, restored_arguments
+from fshard.auditing.runs import AuditTrial
 from fshard.errors import AuditError
 from fshard.mesh.layout import PyTree
 
@@ -42,7 +43,7 @@ def replay(
     arguments, random = restored_arguments(path, [params, state, *inputs])
     torch.set_rng_state(random)
     try:
-        _, outcome = step.check(arguments, facts.step)
+        _, outcome = step.check(AuditTrial(step.twin, arguments), arguments, facts.step)
     finally:
         torch.set_rng_state(before)
     return outcome

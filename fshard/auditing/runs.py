@@ -7,8 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from fshard.auditing.compare import Difference, differences, lowest_dtype
-from fshard.auditing.layouts import OtherLayout, copied_like
+from fshard.auditing.layouts import OtherLayout, copied_like, without_arrays
 from fshard.auditing.records import StepRecord, copies_of
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.reshard.broadcast_to import broadcast_to
@@ -105,18 +107,25 @@ class Twin(NamedTuple):
         for name, tree in first.results.items():
             other_tree = other.results[name]
             if name == "metrics":
-                other_tree = self._metrics_here(other_tree, tree)
+                tree, other_tree = self._metrics_here(tree, other_tree)
             else:
                 other_tree = copied_like(other_tree, tree)
             found += differences(KINDS[name], tree, other_tree, mesh, dtype)
         return found
 
-    def _metrics_here(self, metrics: PyTree, like: PyTree) -> PyTree:
-        """Return the metrics of the other mesh on the devices of the first."""
+    def _metrics_here(self, metrics: PyTree, others: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the metrics of both runs on the devices of the first.
+
+        Without arrays, such as a row for each sample, where some processes are outside of a mesh.
+        """
         mesh = self.other.mesh
-        if mesh.numbers is not None and not is_outside(mesh):
-            metrics = broadcast_to(metrics, source=mesh)
-        return copied_like(metrics, like) if self.step.mesh.is_member else metrics
+        if is_outside(mesh):
+            return metrics, copied_like(others, metrics)
+        if mesh.numbers is not None:
+            others = broadcast_to(without_arrays(others), source=mesh)
+        if mesh.numbers is not None or self.step.mesh.numbers is not None:
+            return without_arrays(metrics), without_arrays(others)
+        return metrics, copied_like(others, metrics)
 
 
 class AuditTrial:
@@ -131,6 +140,7 @@ class AuditTrial:
         self.twin = twin
         self.kept = [copies_of(tree) for tree in arguments]
         self.random = random_state()
+        self.state_of_draws = torch.get_rng_state()
         # A first run agrees on more than later ones, so a new step must repeat it.
         self._is_step_new = _is_new(twin.step)
         self._is_other_new = _is_new(twin.other)

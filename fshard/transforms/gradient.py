@@ -528,6 +528,9 @@ class ModelProgram:
             gathers = describe_gathers(mesh, runtimes)
             if gathers:
                 error.add_note(f"{caller}: {gathers}")
+        # The frames of the error hold the graph, which holds the runtime, which would hold them all.
+        for step in steps.values():
+            step.runtime.close(wait=False)
         has_refused = isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error)
         if plans.keeps_saved or not has_refused:
             return False

@@ -242,6 +242,84 @@ def test_audit_of_experts_passes(tmp_path):
     check_equal(step, arrays, batch_of())
 
 
+@pytest.mark.parametrize("update_on", ["device", "host"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_audit_of_state_on_the_host_passes(stage, update_on, tmp_path):
+    params = fs.shard_params(full_params(), fs.fsdp("data") if stage == 3 else P(), mesh=FOUR)
+    opt = fs.partition_optimizer(
+        fs.optim.adamw(0.01),
+        mesh=FOUR,
+        axis="data",
+        stage=stage,
+        state_memory="host",
+        update_on=update_on,
+    )
+    step = fs.train_step(loss_fn, opt, mesh=FOUR, batch=P("data"), reproducible=True)
+    step = fs.audit(step, every=1, mesh=HALF, stage=2, folder=tmp_path)
+    check_equal(step, params, batch_of())
+
+
+@pytest.mark.parametrize(("stage", "other"), [(3, 1), (1, 3)])
+def test_audit_of_tied_frozen_and_other_leaves_passes(stage, other, tmp_path):
+    torch.manual_seed(0)
+    tied = torch.randn(8, 8)
+    full = {
+        "first": torch.randn(6, 8),
+        "tied": [tied, tied],
+        "ids": torch.arange(4),
+        "unused": torch.randn(3),
+        "frozen": torch.randn(8),
+        "word": "tanh",
+    }
+
+    def loss(params, batch):
+        hidden = torch.tanh(batch[0] @ params["first"] + params["frozen"]) @ params["tied"][0]
+        y = (hidden @ params["tied"][1].T)[:, params["ids"]]
+        return (y - batch[1]).square().mean()
+
+    params = fs.shard_params(full, fs.fsdp("data") if stage == 3 else P(), mesh=FOUR)
+    opt = fs.partition_optimizer(fs.optim.adamw(0.01), mesh=FOUR, axis="data", stage=stage)
+    step = fs.train_step(
+        loss, opt, mesh=FOUR, batch=P("data"), frozen=["frozen"], reproducible=True
+    )
+    step = fs.audit(step, every=1, mesh=HALF, stage=other, folder=tmp_path)
+    check_equal(step, params, batch_of())
+
+
+@pytest.mark.parametrize("is_exact", [True, False], ids=["bits", "rounding"])
+def test_audit_of_two_axes_and_a_sharded_batch_passes(is_exact, tmp_path):
+    mesh = fs.make_mesh({"copies": 2, "data": 2})
+    params = fs.shard_params(full_params(), fs.fsdp("data"), mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.adamw(0.01), mesh=mesh, axis="data", stage=3)
+    spec = P(("copies", "data"))
+    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=spec, **reproducible(is_exact))
+    other = fs.make_mesh({"copies": 1, "data": 4})
+    step = fs.audit(step, every=1, mesh=other, folder=tmp_path)
+    check_equal(step, params, fs.device_put(batch_of(), fs.Layout(mesh, spec)))
+
+
+def test_audit_of_master_weights_passes(tmp_path):
+    full = {name: x.bfloat16() for name, x in full_params().items()}
+    params = fs.shard_params(full, fs.fsdp("data"), mesh=FOUR)
+    opt = fs.optim.with_master_weights(fs.optim.adamw(0.01))
+    opt = fs.partition_optimizer(opt, mesh=FOUR, axis="data", stage=3)
+    step = fs.train_step(loss_fn, opt, mesh=FOUR, batch=P("data"))
+    step = fs.audit(step, every=1, mesh=HALF, stage=1, folder=tmp_path)
+    check_equal(step, params, tuple([x.bfloat16() for x in batch_of()]))
+
+
+def test_audit_of_compressed_gradients_keeps_the_mesh(tmp_path):
+    params = fs.shard_params(full_params(), P(), mesh=FOUR)
+    compress = {"data": fs.comm.power_sgd(rank=1)}
+    opt = fs.partition_optimizer(
+        fs.optim.sgd(0.1), mesh=FOUR, axis="data", stage=1, compress=compress
+    )
+    step = fs.train_step(loss_fn, opt, mesh=FOUR, batch=P("data"))
+    check_equal(fs.audit(step, every=1, bucket=0, folder=tmp_path), params, batch_of())
+    with pytest.raises(ValueError, match="the optimizer compresses gradients"):
+        fs.audit(step, mesh=HALF)
+
+
 # -- a step repeats itself -------------------------------------------------------------------------
 
 
@@ -372,6 +450,24 @@ def test_audit_refuses_other_sizes_of_local_axes():
         fs.audit(step, mesh=fs.make_mesh({"data": 4, "model": 1}))
 
 
+def test_audit_refuses_other_numbers_of_slices():
+    step, _ = step_of(0, reproducible=True)
+    with pytest.raises(ValueError, match="as many slices, 8, to have equal bits; got 16"):
+        fs.audit(step, slices=16)
+    with pytest.raises(ValueError, match="8 slices, which 3 devices do not share evenly"):
+        fs.audit(step, mesh=fs.make_mesh({"data": 3}))
+
+
+def test_difference_by_dropout_asks_for_draws(tmp_path):
+    def loss(params, batch):
+        return loss_fn(params, (nn.functional.dropout(batch[0], 0.5), batch[1]))
+
+    step, params = step_of(1, loss=loss)
+    step = fs.audit(step, every=1, mesh=HALF, folder=tmp_path)
+    with pytest.raises(AuditError, match=r"random numbers, .* only with reproducible=True"):
+        step(params, step.init(params), batch_of())
+
+
 def test_audit_refuses_a_function():
     with pytest.raises(ValueError, match=r"step must be a step of fs\.train_step; got function"):
         fs.audit(loss_fn)
@@ -450,7 +546,7 @@ def test_command_without_a_program_asks_for_it(tmp_path, monkeypatch, capsys):
     assert main(["replay", "audits/step-2"]) == 2
     assert "FILE:FUNCTION" in capsys.readouterr().err
     assert main(["replay", "audits/step-3"]) == 2
-    assert "is not there" in capsys.readouterr().err
+    assert "has no audit.json" in capsys.readouterr().err
 
 
 def test_difference_may_warn_and_go_on(tmp_path):
@@ -493,6 +589,26 @@ def test_step_that_does_not_repeat_itself_is_said_so(tmp_path):
     step = fs.audit(step, every=1, mesh=HALF, folder=tmp_path)
     with pytest.raises(AuditError, match="neither run repeats itself"):
         step(params, step.init(params), batch_of())
+
+
+def test_difference_is_raised_on_all_devices_of_a_run(tmp_path, monkeypatch):
+    """Each virtual device runs the program, as a process does."""
+    monkeypatch.chdir(tmp_path)
+
+    def main():
+        mesh = fs.make_mesh({"data": 4})
+        half = fs.make_mesh({"data": 2}, devices=[1, 2])
+        params = fs.shard_params(full_params(), fs.fsdp("data"), mesh=mesh)
+        opt = fs.partition_optimizer(fs.optim.adamw(0.01), mesh=mesh, axis="data", stage=3)
+        step = fs.train_step(mistaken_loss, opt, mesh=mesh, batch=P("data"), reproducible=True)
+        step = fs.audit(step, every=1, mesh=half, stage=1)
+        with pytest.raises(AuditError) as error:
+            step(params, step.init(params), batch_of())
+        return str(error.value)
+
+    texts = fs.run(main, mesh=FOUR)
+    assert len({*texts}) == 1
+    assert "device 0 (data=0) in this one, device 1 (data=0) in the other one" in texts[0]
 
 
 # -- replicas --------------------------------------------------------------------------------------
