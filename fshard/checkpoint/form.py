@@ -39,6 +39,7 @@ from fshard.errors import CheckpointError
 from fshard.mesh.layout import Layout, Mesh, PyTree, is_dense
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.runtimes.launchers import process_count, process_index
+from fshard.mesh.runtimes.process import world_number
 from fshard.mesh.spmd.run import device_of, is_outside
 from fshard.mesh.spmd.scope import here
 
@@ -350,7 +351,9 @@ def calling_device() -> tuple[Mesh | None, int]:
     if scope is not None:
         mesh = scope.mesh
         axes = (("device", mesh.root_size),)
-        return Mesh(axes, mesh.runtime, "cpu", None, mesh.numbers), scope.device
+        mesh = Mesh(axes, mesh.runtime, "cpu", None, mesh.numbers, world=mesh.world)
+        return mesh, scope.device
     if dist.is_initialized():
-        return Mesh((("device", process_count()),), "process", "cpu"), process_index()
+        axes = (("device", process_count()),)
+        return Mesh(axes, "process", "cpu", world=world_number()), process_index()
     return None, 0

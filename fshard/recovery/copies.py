@@ -48,7 +48,7 @@ RANDOM = "random"
 """The parts of a version: the tree of the program, and the random generators beside it."""
 
 
-class Key(NamedTuple):
+class VersionKey(NamedTuple):
     """The place of a version in a run: the generation of devices, and its number in that one."""
 
     generation: int
@@ -57,7 +57,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Version:
-    """What one device has of a saved tree.
+    """A saved tree, as far as one device has it.
 
     Args:
         key: the place of the version in the run.
@@ -69,7 +69,7 @@ class Version:
         is_first: True if nothing was saved before it.
     """
 
-    key: Key
+    key: VersionKey
     step: int
     text: str
     owners: int
@@ -90,7 +90,7 @@ class Found:
         holders: the device of the mesh that has each share.
     """
 
-    key: Key
+    key: VersionKey
     step: int
     index: Index
     shares: Mapping[int, Tensor]
@@ -107,7 +107,7 @@ class Arriving(NamedTuple):
 
 @dataclass
 class Shelf:
-    """What one device keeps.
+    """The memory of one device for versions.
 
     Args:
         versions: the last one first.
@@ -132,7 +132,7 @@ class Shelf:
             return None
         return self.versions.pop().memory
 
-    def keep_only(self, key: Key | None) -> None:
+    def keep_only(self, key: VersionKey | None) -> None:
         """Drop all versions but one, as a generation begins: see Note [Two versions]."""
         self.versions = [version for version in self.versions if version.key == key]
         self.arriving = []
@@ -162,7 +162,7 @@ class Copies:
     """
 
     shelves: dict[int, Shelf]
-    """What devices keep, by their name in the run."""
+    """The shelves of devices, by their name in the run."""
 
     def __init__(self, count: int, memory: Memory) -> None:
         self.shelves = {}
@@ -173,7 +173,9 @@ class Copies:
         self._mesh: Mesh | None = None
         self._names: Sequence[int] = ()
 
-    def begin(self, generation: int, mesh: Mesh, names: Sequence[int], key: Key | None) -> None:
+    def begin(
+        self, generation: int, mesh: Mesh, names: Sequence[int], key: VersionKey | None
+    ) -> None:
         """Begin a generation of devices with one version, or none.
 
         Args:
@@ -209,7 +211,7 @@ class Copies:
     def last_saved(self) -> Found | None:
         """Return the last version of this generation, if there is one, as the caller may read it.
 
-        A device reads its own share, and asks the others for theirs.
+        A device reads its own share, and requests the others of their owners.
         """
         mesh = self._mesh
         if mesh is None or self.last_step is None:
@@ -295,7 +297,7 @@ class Copies:
         def keep(device: int) -> None:
             shelf = self.shelf(device)
             shelf.saved += 1
-            key = Key(self._generation, shelf.saved)
+            key = VersionKey(self._generation, shelf.saved)
             row = memory[device]
             own_shares = {device: row[: sizes[device]]}
             is_first = self._began_anew and shelf.saved == 1

@@ -21,11 +21,10 @@ from torch.distributed import TCPStore
 import fshard as fs
 from fshard import P
 from fshard.errors import CollectiveTimeoutError, LostProcessError, MeshError
-from fshard.mesh import alive
 from fshard.mesh.runtimes import process
-from fshard.mesh.shared_memory import meet
-from fshard.recovery.meeting import Meeting
+from fshard.mesh.shared_memory import alive, meet
 from fshard.recovery.members import Members
+from fshard.recovery.run_folder import RunFolder
 from tests.helpers.ended import wait_until
 
 SECONDS = 40.0
@@ -381,7 +380,7 @@ POINTS = [
 def die_at(point, victim, rank):
     """Let the process of a rank kill itself at a point; the others let it be the first to decide."""
     moment, name, *kinds = point.split()
-    owner = {"meet_again": process, "__init__": process.ProcessWorld}.get(name, Meeting)
+    owner = {"meet_again": process, "__init__": process.ProcessWorld}.get(name, RunFolder)
     original = getattr(owner, name)
 
     def die():

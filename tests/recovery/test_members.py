@@ -6,11 +6,11 @@ import random
 import signal
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 import fshard as fs
+from fshard.recovery.run_folder import RunFolder
 from tests.helpers.ended import wait_until
 from tests.helpers.processes import Processes, not_under_rules  # noqa: F401, see conftest
 from tests.helpers.sampled import thorough
@@ -49,13 +49,18 @@ def new_run(tmp_path):
         run.close()
 
 
-def folders_in_memory():
-    return {*Path("/dev/shm").glob("fshard-run*")}
+def pids_in_memory():
+    """Return the processes of all runs that have left a folder in memory, of other programs too."""
+    pids = set()
+    for folder in RunFolder.in_memory():
+        generation = folder.generation(0)
+        if generation is not None:
+            pids |= {process.pid for process in generation.processes.values()}
+    return pids
 
 
 @pytest.mark.parametrize("has_folder", [True, False])
 def test_survivors_go_on_until_one_is_left(new_run, has_folder):
-    folders = folders_in_memory()
     run = new_run(has_folder=has_folder)
     run.start(4)
     living = [0, 1, 2, 3]
@@ -69,7 +74,7 @@ def test_survivors_go_on_until_one_is_left(new_run, has_folder):
         assert [row["rank"] for row in rows] == [*range(len(living))]
         assert all(row["count"] == len(living) for row in rows)
     run.finish(living)
-    assert folders_in_memory() <= folders
+    assert pids_in_memory().isdisjoint({process.pid for process in run.processes})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ The oracle of what a death leaves behind is a program on another mesh, which run
 its bits, and those of the next random draw, are those of before.
 """
 
+import contextlib
+import gc
 from functools import cache
 
 import pytest
@@ -156,6 +158,21 @@ def test_step_after_a_kill_has_the_bits_of_a_new_one(is_nested):
             with fs.testing.kill(device, at=moment), pytest.raises(LostProcessError):
                 run_step(*step)
             assert is_equal(taken(*step), expected)
+
+
+@pytest.mark.parametrize("phase", ["reduce", "agree"])
+def test_killed_step_leaves_no_tensors(phase):
+    def count_of_tensors():
+        gc.collect()
+        return sum(type(x) is torch.Tensor for x in gc.get_objects())
+
+    def killed():
+        with fs.testing.kill(1, at=(phase, 1)), contextlib.suppress(LostProcessError):
+            run_program("zero 0")
+        return count_of_tensors()
+
+    counts = [killed() for _ in range(4)]
+    assert counts[-1] <= counts[1]
 
 
 def test_moments_of_a_step_are_in_the_order_of_the_program():

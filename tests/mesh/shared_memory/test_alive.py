@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fshard.mesh.alive import ProcessId, this_process
+from fshard.mesh.shared_memory.alive import ProcessId, this_process
 from tests.helpers.ended import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is that of Linux")
