@@ -105,6 +105,7 @@ MAY_IMPORT = {
     "command": {
         "errors",
         "auditing",
+        "recovery",
         "launching",
         "doctor",
         "checkpoint",

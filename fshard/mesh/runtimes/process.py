@@ -159,8 +159,8 @@ class ProcessWorld:
         world = _state.world
         if mesh.world != _state.joined:
             raise MeshError(
-                f"{mesh} was made before processes were lost or joined, and its arrays are on other "
-                "processes. Make meshes and arrays anew, in the function of fs.elastic."
+                f"{mesh} was made before processes were lost or joined, and its arrays are on "
+                "others. Make meshes and arrays anew, in the function of fs.elastic."
             )
         if world is not None and world._works.error is not None:
             world._works.raise_error()
