@@ -13,7 +13,7 @@ import torch
 import fshard as fs
 from fshard.errors import CheckpointError, LostStateError, MeshError
 from fshard.mesh.layout import flatten
-from fshard.recovery.copies import Key
+from fshard.recovery.copies import VersionKey
 from fshard.recovery.survey import Holding, choose
 from tests.recovery.oracle import moved, undisturbed
 from tests.recovery.trained import PROGRAMS, PROGRAMS_OF_A_MESH, of_count, of_powers, zero
@@ -330,8 +330,8 @@ def test_a_function_that_does_not_restore_is_an_error():
 
 def test_an_error_names_the_shares_that_nobody_has():
     """Two neighbours of four are lost. Device 3 has not yet overwritten the version before."""
-    last = Key(0, 2)
-    before = Key(0, 1)
+    last = VersionKey(0, 2)
+    before = VersionKey(0, 1)
     left = [(last, 0, 0), (last, 3, 0), (last, 3, 3), (last, 2, 3), (before, 3, 3), (before, 2, 3)]
     table = [Holding(key, 4, owner, 8, name, False) for key, owner, name in left]
 
