@@ -129,6 +129,7 @@ MAY_IMPORT = {
         "comm",
         "experts",
         "explore",
+        "recovery",
         "refit",
         "recovery",
         "report",
