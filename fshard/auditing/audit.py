@@ -157,8 +157,9 @@ class AuditedStep:
         has_digest: compare replicas after each step.
         program: makes the step again, for `fshard replay`.
 
-    `calls` counts calls, `audits` those that were audited; `last` is the outcome of the last audit,
-    None before the first.
+    `calls` counts calls: set it to the number of steps of an earlier run, and numbers continue.
+    `audits` counts those that were audited; `last` is the outcome of the last audit, None before
+    the first.
     """
 
     __name__ = "train_step"  # for what wraps a function, such as functools.wraps

@@ -411,6 +411,14 @@ def test_audit_is_of_each_nth_call(tmp_path):
     assert step.last.step == 6
 
 
+def test_calls_continue_those_of_an_earlier_run(tmp_path):
+    step, params = step_of(0)
+    step = fs.audit(step, every=3, folder=tmp_path)
+    step.calls = 500
+    step(params, step.init(params), batch_of())
+    assert step.last.step == 501
+
+
 def test_audit_counts_no_bytes_of_its_own(tmp_path):
     def sent(wrap):
         step, params = step_of(1)
