@@ -6,7 +6,7 @@ for devices that come later. A *crew* is those of one generation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,13 +102,13 @@ class VirtualCrew:
         return self.names
 
     def is_loss(self, error: BaseException) -> bool:
-        return isinstance(error, LostProcessError) and not {*self.names}.isdisjoint(error.lost)
+        return not _lost_by(error).isdisjoint(self.names)
 
     def has_joiners(self) -> bool:
         return self._new.count > 0
 
     def regroup(self, error: BaseException | None) -> VirtualCrew:
-        lost = error.lost if isinstance(error, LostProcessError) else ()
+        lost = _lost_by(error)
         for name in lost:
             moments.dead.pop(name, None)  # from now on the number may be of another mesh's device
         names = tuple([name for name in self.names if name not in lost])
@@ -125,10 +125,10 @@ class VirtualCrew:
         raise AssertionError("the caller has all virtual devices")
 
     def end(self) -> None:
-        pass
+        self._wanted[0] = 0  # those that have come too late do not take part in the next run
 
     def leave(self) -> None:
-        pass
+        self._wanted[0] = 0
 
 
 class ProcessCrew:
@@ -152,9 +152,11 @@ class ProcessCrew:
         return tuple(range(len(self.names)))
 
     def is_loss(self, error: BaseException) -> bool:
-        # Whatever has failed beside a process that is lost, has failed because of that.
-        is_of_others = isinstance(error, LostProcessError | CollectiveTimeoutError)
-        return is_of_others or self._members.has_lost()
+        for cause in _causes(error):
+            if isinstance(cause, LostProcessError | CollectiveTimeoutError):
+                return True
+        # Whatever has failed beside a process that is dead, has failed because of that.
+        return self._members.has_dead()
 
     def has_joiners(self) -> bool:
         return self._members.has_joiners()
@@ -178,6 +180,22 @@ class ProcessCrew:
 
     def leave(self) -> None:
         self._members.leave()
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those that the program has handled when it raised it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _lost_by(error: BaseException | None) -> set[int]:
+    """Return the numbers of the devices whose loss has caused an error."""
+    lost: set[int] = set()
+    for cause in _causes(error):
+        if isinstance(cause, LostProcessError):
+            lost.update(cause.lost)
+    return lost
 
 
 def largest_mesh(make_mesh: MakeMesh, numbers: Sequence[int]) -> Mesh:

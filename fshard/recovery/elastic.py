@@ -25,7 +25,7 @@ from fshard.checkpoint.folder import Checkpoints
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.restore import RenamedSource, restore_from
 from fshard.checkpoint.snapshot import as_device_of
-from fshard.errors import CheckpointError, LostStateError, MeshError
+from fshard.errors import CheckpointError, LostProcessError, LostStateError, MeshError
 from fshard.mesh.layout import Memory, Mesh, PyTree, use_mesh
 from fshard.mesh.layout.make import choose_device_type
 from fshard.mesh.reshard.between import mesh_of_numbers
@@ -204,12 +204,15 @@ class ElasticRun:
 
         if step % self._every == 0:
             has_joiners = self._copies.save(step, tree, flag=self._crew.has_joiners())
+            self._found = None  # its memory is that of a third version
         else:
             has_joiners = False
         if self._folder is not None:
             self._folder_here(self._folder).save(step, tree, wait=wait, metrics=metrics)
         if has_joiners:
             self._copies.complete()
+            if self._folder is not None:
+                self._folder_here(self._folder).wait()
             raise Regroup
 
     def _folder_here(self, folder: Checkpoints) -> Checkpoints:
@@ -307,35 +310,37 @@ class Elastic(Generic[Result]):
         copies = Copies(self._copies, self._memory)
         begin = RandomState().now()
         run: ElasticRun | None = None
+        unsettled: ElasticRun | None = None  # before a loss: it may still save in the background
         lost: tuple[int, ...] = ()
         noticed = time.monotonic()
         while True:
-            loss: Exception | None = None
+            loss: BaseException | None = None
             try:
-                mesh = largest_mesh(self._make_mesh, crew.numbers)
-                found = self._find(crew, copies, mesh, run)
-                run = self._next_run(crew, copies, mesh, found)
-                generation = ElasticGeneration(
-                    run.names, lost, run.latest, run.origin, time.monotonic() - noticed
-                )
+                run = self._next_run(crew, copies, run)
+                seconds = time.monotonic() - noticed
+                generation = ElasticGeneration(run.names, lost, run.latest, run.origin, seconds)
                 self.generations.append(generation)
                 if run.latest is None:
                     begin()  # one that begins anew draws the same numbers again
-                if not mesh.is_member:
+                if not run.mesh.is_member:
                     if not crew.wait():
                         return None
                     raise Regroup
-                with use_mesh(mesh):
+                with use_mesh(run.mesh):
                     result = self._function(run, *args, **kwargs)
                 run.settle()
+                _end(unsettled)
                 crew.end()
                 return result
             except Regroup:
                 pass
-            except Exception as error:
-                if not crew.is_loss(error):
+            except BaseException as error:
+                is_stop = not isinstance(error, Exception)  # such as Ctrl-C
+                if is_stop or not crew.is_loss(error):
                     crew.leave()
                     raise
+                _end(unsettled)
+                unsettled = run
                 # The frames that it has left still have the parameters of this generation.
                 traceback.clear_frames(error.__traceback__)
                 loss = error.with_traceback(None)  # see Note [Errors beside a loss]
@@ -375,16 +380,24 @@ class Elastic(Generic[Result]):
         except LostStateError:
             if self._folder is None:
                 raise
-        if found is None and last_run is not None:
-            with suppress(CheckpointError):  # of a save that those that are lost were part of
-                last_run.settle()
+        if found is None:
+            _end(last_run)
         return found
 
-    def _next_run(self, crew: Crew, copies: Copies, mesh: Mesh, found: Found | None) -> ElasticRun:
+    def _next_run(self, crew: Crew, copies: Copies, last_run: ElasticRun | None) -> ElasticRun:
         """Return the run of the next generation, which continues from a version."""
+        mesh = largest_mesh(self._make_mesh, crew.numbers)
+        found = self._find(crew, copies, mesh, last_run)
         names = tuple([crew.names[crew.numbers.index(number)] for number in mesh.devices])
         copies.begin(crew.generation, mesh, names, None if found is None else found.key)
         return ElasticRun(mesh, names, copies, crew, found, self._folder, self._every)
+
+
+def _end(run: ElasticRun | None) -> None:
+    """End the saves of a run that has lost devices: what they were part of ends by an error."""
+    if run is not None:
+        with suppress(CheckpointError, LostProcessError):
+            run.settle()
 
 
 def elastic(

@@ -144,6 +144,17 @@ class Members:
         """Return True if a process of this generation has ended, or gone on to the next one."""
         return bool(self._lost(self.numbers))
 
+    def has_dead(self) -> bool:
+        """Return True if a process of this generation is lost, and not by an error of its own.
+
+        An error that all processes raise is no loss, though one of them has left before another.
+        """
+        dead = {number for number in self.numbers if not self._is_alive(number)}
+        with suppress(FileNotFoundError):  # the run has ended
+            dead |= self._folder.gone().intersection(self.numbers)
+            dead -= self._folder.marked("failed", self.generation)
+        return bool(dead - {self.number})
+
     def regroup(self) -> Members:
         """Leave the world without waiting, and return the next generation.
 
@@ -210,6 +221,7 @@ class Members:
         """Leave the run, because of an error here: the others go on without this process."""
         self._beats.stop()
         with suppress(FileNotFoundError):
+            self._folder.mark("failed", self.generation, self.number)
             self._folder.mark_gone(self.number)
             gone = self._folder.gone()
             others = {*self.numbers} - gone

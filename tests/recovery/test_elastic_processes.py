@@ -16,7 +16,7 @@ import fshard as fs
 from tests.helpers.ended import wait_until
 from tests.recovery import trained
 from tests.recovery.oracle import moved, undisturbed
-from tests.recovery.programs import Run
+from tests.recovery.programs import Run, pids_in_memory
 from tests.recovery.trained import PROGRAMS, PROGRAMS_OF_A_MESH
 
 PROGRAMS_HERE = {**PROGRAMS, **PROGRAMS_OF_A_MESH}
@@ -260,6 +260,81 @@ def test_processes_that_wait_in_vain_raise(tmp_path):
         wait_until(lambda: "error" in run.last(0) and "error" in run.last(1), 40)
         errors = run.last(0)["error"] + run.last(1)["error"]
         assert "CollectiveTimeoutError" in errors  # the other one may have seen this one leave
+    finally:
+        run.close()
+
+
+def train_to_an_error(error, run, write):
+    """Be a process of a program that raises the same on all processes."""
+
+    def program(elastic_run):
+        layout = fs.Layout(elastic_run.mesh, fs.P.flat("data"))
+        kept = {"w": fs.device_put(torch.ones(8), layout), "steps": 0}
+        if elastic_run.latest is not None:
+            kept = elastic_run.restore(kept)
+        elastic_run.save(1, kept)
+        time.sleep(0.2 * fs.mesh.process_index())
+        raise error
+
+    fs.elastic(trained.of_count, timeout=run.timeout)(program)()
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt(), SystemExit(3)])
+def test_an_error_of_all_processes_is_no_loss(error, tmp_path):
+    """The last ones see that the first ones have left, and raise their own error all the same."""
+    run = Run(tmp_path, has_folder=False)
+    try:
+        run.start(4, partial(train_to_an_error, error))
+        wait_until(lambda: all("error" in run.last(process) for process in range(4)), 40)
+        for process in range(4):
+            assert run.last(process)["error"].startswith(type(error).__name__)
+        for started in run.processes:
+            started.join(20)
+        pids = {started.pid for started in run.processes}
+        assert pids.isdisjoint(pids_in_memory())
+    finally:
+        run.close()
+
+
+def die_before_a_save(run, write):
+    """Be a process of a program whose process 1 is killed when the others save in the background."""
+
+    def program(elastic_run):
+        layout = fs.Layout(elastic_run.mesh, fs.P.flat("data"))
+        kept = {"w": fs.device_put(torch.ones(8), layout), "steps": 0}
+        if elastic_run.latest is not None:
+            kept = elastic_run.restore(kept)
+        while kept["steps"] < 4:
+            kept = {"w": kept["w"] * 2, "steps": kept["steps"] + 1}
+            elastic_run.save(kept["steps"], kept)
+        return fs.unshard(kept["w"])
+
+    def save(folder, step, tree, **options):
+        if step == 2 and fs.mesh.process_index() == 1 and fs.mesh.process_count() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(step=step)
+        save_to_disk(folder, step, tree, **options)
+
+    save_to_disk = fs.Checkpoints.save
+    fs.Checkpoints.save = save
+    folder = fs.Checkpoints(run.folder)
+    result = fs.elastic(trained.of_count, timeout=run.timeout, folder=folder)(program)()
+    torch.save(result, run.logs / f"{os.getpid()}.pt")
+    write(end="returned", latest=folder.latest)
+
+
+def test_a_save_in_the_background_waits_for_no_lost_process(tmp_path):
+    """Process 1 is lost before it has begun to write: the others end at once, not in 600 s."""
+    run = Run(tmp_path)
+    try:
+        run.start(3, die_before_a_save)
+        wait_for_end(run, [0, 2])
+        for process in (0, 2):
+            run.processes[process].join(20)
+            assert run.processes[process].exitcode == 0
+            assert run.last(process)["latest"] == 4
+        for result in results_of(run):
+            assert torch.equal(result, torch.full((8,), 16.0))
     finally:
         run.close()
 

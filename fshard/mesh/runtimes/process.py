@@ -22,6 +22,7 @@ from importlib import import_module
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -102,6 +103,14 @@ def has_ended(rank: int) -> bool:
     """Return True if another process of this machine has ended."""
     world = _state.world
     return world is not None and world.has_gone(rank)
+
+
+def staying() -> Callable[[], bool]:
+    """Return a function that returns False once this process has joined another world."""
+    if _state.world is None:
+        return lambda: True
+    world = ref(_state.world)  # so that its groups end when it is left
+    return lambda: _state.world is None or _state.world is world()
 
 
 class ProcessWorld:
