@@ -201,7 +201,7 @@ class ElasticRun:
         if self._folder is not None:
             self._folder_here(self._folder).save(step, tree, wait=wait, metrics=metrics)
         if has_joiners:
-            self._copies.complete()
+            self._copies.complete_everywhere()
             raise Regroup
 
     def _folder_here(self, folder: Checkpoints) -> Checkpoints:

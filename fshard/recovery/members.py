@@ -120,6 +120,8 @@ class Members:
                 Default: the environment variable FSHARD_TIMEOUT, or 600.
         """
         limit = time_limit(timeout)
+        # Else torch ends this process when NCCL has lost another one; torchrun asks for it as well.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         _remove_abandoned()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -143,6 +145,14 @@ class Members:
     def has_lost(self) -> bool:
         """Return True if a process of this generation has ended, or gone on to the next one."""
         return bool(self._lost(self.numbers))
+
+    def find_loss(self) -> str:
+        """Return what is known of a loss, or "", as once the run has ended in order."""
+        lost = self._lost(self.numbers)
+        # In this order: the run has ended for all before one of them ends.
+        if not lost or not self._meeting.is_open:
+            return ""
+        return f"Process {min(lost)} of the run has ended, or has left it."
 
     def regroup(self) -> Members:
         """Leave the world without waiting, and return the next generation.
@@ -372,6 +382,7 @@ class Members:
             self._raise_if_lost,
         )
         self._store.set_timeout(self._limit)
+        process.watch_losses(self.find_loss)
 
     def _serve_store(self) -> tuple[str, int]:
         """Serve the store of this generation, at a free port; return its address."""
@@ -497,7 +508,9 @@ def _begin_run(
             meeting.close()
         raise MeshError(error)
 
-    return Members(meeting, world.rank, generation, (), world.device_type, _local_rank(), limit)
+    members = Members(meeting, world.rank, generation, (), world.device_type, _local_rank(), limit)
+    process.watch_losses(members.find_loss)
+    return members
 
 
 def _check_machines(generation: Generation, folder: Path | None) -> None:
