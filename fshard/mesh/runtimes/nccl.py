@@ -401,8 +401,10 @@ class HangWatch:
                 works.error = self._find_hang(time.monotonic() - marked)
         if works.error is not None:
             calls = [f"\n  {call}" for began, call in [*works.recent] if began >= since]
-            table = "".join(calls)
-            sys.stderr.write(f"fshard: {works.error} Calls that may not have ended:{table}\n")
+            table = " Calls that may not have ended:" + "".join(calls)
+            if self.find_loss is not None and isinstance(works.error, LostProcessError):
+                table = ""  # the run goes on without that process
+            sys.stderr.write(f"fshard: {works.error}{table}\n")
             groups: Any = dist.distributed_c10d
             groups._abort_process_group()
 

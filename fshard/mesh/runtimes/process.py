@@ -403,6 +403,8 @@ class ProcessWorld:
         self.has_failed |= not waiting or works.error is not None or bool(calls)
         if self.has_failed and self._hang_watch is not None:
             text = f"Process {self.rank} has failed: look for its own error."
+            if keeps_store:
+                text = f"Process {self.rank} has left, to go on in another world."
             self._hang_watch.publish(text)
         self.peers.close()
         if not waiting:
