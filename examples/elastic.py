@@ -1,12 +1,14 @@
-"""Train on as many processes as there are; after a failure, or when more arrive, go on with another number of them.
+"""Train on as many processes as there are. When some die, or more are started, the others go on.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1       # else nodes that join later wait for ever (torch 2.13)
-    torchrun --nnodes 1:4 --nproc-per-node 1 --max-restarts 9 --rdzv-backend c10d --rdzv-endpoint localhost:29400 \\
-        examples/elastic.py --folder runs/elastic
+    fshard run --elastic --processes 4 examples/elastic.py --folder runs/elastic --seconds 0.5
 
-Start that line once for each of up to four nodes; all may be one machine. Kill a process, or start another line: torchrun
-starts the processes of all nodes again, and these continue from the last checkpoint. In reproducible mode the parameters
-after the last step have the bits of a run without failures, on 1, 2 or 4 processes; three round differently.
+Kill any of the processes: the others go on with the step after the last one that all had finished.
+Start the line again in another terminal, or `--processes 1` of it: its processes take part too.
+Kill all: the same line goes on from the last checkpoint in the folder. So does a launcher that
+ends all processes when one dies, and starts them again, such as torchrun.
+
+In reproducible mode the parameters after the last step have the bits of a run that lost nothing, on
+1, 2, 4 or 8 processes; others wait until they are needed.
 """
 
 import argparse
@@ -16,7 +18,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import fshard as fs
@@ -31,6 +32,53 @@ def batch_of(step):
     draw = torch.Generator().manual_seed(step)
     x = torch.randn(3 * SLICES, 32, generator=draw)
     return {"x": x, "y": x.sin().sum(1, keepdim=True)}
+
+
+def make_mesh(devices):
+    """Return a mesh of devices; None for a number of them that the slices cannot be divided by."""
+    if SLICES % len(devices) != 0:
+        return None
+    return fs.make_mesh({"data": len(devices)}, devices=devices)
+
+
+def train(run, options):
+    """Train from the last version of a run to the last step; called anew after each change."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)
+    )
+    apply, params, buffers = fs.functionalize(model)
+    params = fs.shard_params(params, fs.fsdp("data"), mesh=run.mesh)
+    opt = fs.optim.adamw(1e-3)
+
+    def loss_fn(params, batch):
+        predicted, _ = apply(params, buffers, batch["x"])
+        return nn.functional.mse_loss(predicted, batch["y"])
+
+    step_fn = fs.train_step(
+        loss_fn, opt, mesh=run.mesh, batch=P("data"), reproducible=True, slices=SLICES
+    )
+    kept = {"params": params, "state": opt.init(params), "steps": 0}
+    if run.latest is not None:
+        kept = run.restore(kept)
+
+    with open(Path(options.folder) / f"log-{os.getpid()}.jsonl", "a") as log:
+        while kept["steps"] < options.steps:
+            kept["params"], kept["state"], metrics = step_fn(
+                kept["params"], kept["state"], batch_of(kept["steps"])
+            )
+            kept["steps"] += 1
+            line = {
+                "step": kept["steps"],
+                "loss": float(metrics["loss"]).hex(),
+                "process": os.getpid(),
+                "processes": run.mesh.size,
+                "at": time.time(),
+            }
+            print(json.dumps(line), file=log, flush=True)
+            run.save(kept["steps"], kept, metrics=metrics)
+            time.sleep(options.seconds)
+    fs.save(Path(options.folder) / "end", kept["params"])
 
 
 def main():
@@ -48,48 +96,10 @@ def main():
     )
     options = parser.parse_args()
 
-    processes = fs.mesh.process_count()
-    mesh = fs.make_mesh({"data": processes})
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)
-    )
-    apply, params, buffers = fs.functionalize(model)
-    params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
-    opt = fs.optim.adamw(1e-3)
-
-    def loss_fn(params, batch):
-        predicted, _ = apply(params, buffers, batch["x"])
-        return nn.functional.mse_loss(predicted, batch["y"])
-
-    slices = SLICES if SLICES % processes == 0 else processes
-    step_fn = fs.train_step(
-        loss_fn, opt, mesh=mesh, batch=P("data"), reproducible=True, slices=slices
-    )
+    Path(options.folder).mkdir(parents=True, exist_ok=True)
     folder = fs.Checkpoints(Path(options.folder) / "checkpoints", keep=2, every=options.every)
-    run = {"params": params, "state": opt.init(params), "steps": 0}
-    if folder.latest is not None:
-        run = folder.restore(run)
-
-    with open(Path(options.folder) / f"log-{os.getpid()}.jsonl", "a") as log:
-        while run["steps"] < options.steps:
-            run["params"], run["state"], metrics = step_fn(
-                run["params"], run["state"], batch_of(run["steps"])
-            )
-            run["steps"] += 1
-            line = {
-                "step": run["steps"],
-                "loss": float(metrics["loss"]).hex(),
-                "processes": processes,
-                "at": time.time(),
-            }
-            print(json.dumps(line), file=log, flush=True)
-            folder.save(run["steps"], run, wait=False, metrics=metrics)
-            time.sleep(options.seconds)
-    folder.wait()
-    fs.save(Path(options.folder) / "end", run["params"])
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    elastic_train = fs.elastic(make_mesh, folder=folder, devices=1)(train)
+    elastic_train(options)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from fshard import (
     report,
     tensor,
 )
+from fshard.auditing.audit import audit
+from fshard.auditing.replay import replay
 from fshard.booster.booster import Booster
 from fshard.booster.gemini import GeminiPlugin
 from fshard.booster.hybrid import HybridParallelPlugin
@@ -138,6 +140,8 @@ __all__ = [
     "with_unsharded_params",
     "remat",
     "keyed_random",
+    "audit",
+    "replay",
     "tensor_parallel",
     # checkpoints
     "save",

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from fshard.auditing.replay import run as replay
 from fshard.checkpoint import command as checkpoint
 from fshard.doctor.visit import visit
 from fshard.errors import FshardError
@@ -27,6 +28,7 @@ USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard checkpoint inspect PATH
        fshard checkpoint verify [--trust] PATH
        fshard checkpoint convert --to hf|dcp|torch|safetensors [--only NAME] [--trust] PATH OUT
+       fshard replay FOLDER [FILE:FUNCTION]
        fshard --version
 
 run      start a file in several processes: fshard run train.py (options: fshard run --help);
@@ -37,6 +39,7 @@ plan     rank meshes and options of training a model of Hugging Face, by its con
 explore  write the step of a plan, which fshard plan -o has written, as one HTML file
 calibrate    measure this machine, and write its numbers into a file, for fs.plan
 checkpoint   show what a checkpoint has, compare it with its digests, write it in another format
+replay   repeat a step whose layouts differed in an audit, on virtual devices
 """
 
 
@@ -60,6 +63,7 @@ COMMANDS = {
     "explore": explore,
     "calibrate": run_calibrate,
     "checkpoint": checkpoint.run,
+    "replay": replay,
 }
 
 

@@ -5,6 +5,7 @@ call) or a `RuntimeError` (a failed run), so that code without fshard's classes 
 """
 
 __all__ = [
+    "AuditError",
     "CheckpointError",
     "CollectiveTimeoutError",
     "DeadlockError",
@@ -114,3 +115,7 @@ class CheckpointError(FshardError, RuntimeError):
 
     Also a file that is not as it was written.
     """
+
+
+class AuditError(FshardError, RuntimeError):
+    """A step that gave other numbers in another layout, or replicas that differ: see `fs.audit`."""

@@ -33,6 +33,7 @@ GROUND = {
     "source",
     "tables",
     "uncompiled",
+    "rounding",
 }
 # package -> the packages it may import, besides itself. `fshard` is fshard/__init__.py.
 MAY_IMPORT = {
@@ -42,6 +43,7 @@ MAY_IMPORT = {
     "foreign_names": set(),
     "randomness": set(),
     "tables": set(),
+    "rounding": set(),
     "uncompiled": set(),
     "copying": {"errors"},
     "mesh": GROUND,
@@ -78,6 +80,8 @@ MAY_IMPORT = {
     },
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},
     "refit": GROUND | {"mesh", "checkpoint", "transforms"},
+    "recovery": GROUND | {"mesh", "checkpoint", "transforms"},
+    "auditing": GROUND | {"mesh", "optim", "transforms", "checkpoint"},
     "launching": GROUND | {"mesh"},
     "explore": GROUND
     | {"mesh", "transforms", "optim", "pipeline", "plan"},  # a page shows the cost of a plan
@@ -96,9 +100,11 @@ MAY_IMPORT = {
         "parallelism",
         "experts",
         "launching",
+        "recovery",
     },  # plans are of all of these
     "command": {
         "errors",
+        "auditing",
         "launching",
         "doctor",
         "checkpoint",
@@ -111,6 +117,7 @@ MAY_IMPORT = {
     | {
         "mesh",
         "array",
+        "auditing",
         "launching",
         "memory",
         "transforms",
@@ -135,6 +142,7 @@ MAY_IMPORT = {
 FOLDED = {
     "fshard": Figures(12, 9.4, 51.6, 0, 0, 13.9),
     "array": Figures(15, 4.4, 48.5, 0, 1.1, 26.9),
+    "auditing": Figures(14, 6.3, 39.1, 6.3, 1.2, 4.6),
     "booster": Figures(14, 5.7, 40.3, 2.8, 5.1, 12.7),
     "checkpoint": Figures(15, 3.5, 23.3, 0.5, 3.0, 24.8),
     "comm": Figures(15, 0, 34.6, 0, 0, 12.4),
@@ -148,6 +156,7 @@ FOLDED = {
     "parallelism": Figures(16, 3.2, 94.6, 0, 2.0, 15.2),
     "pipeline": Figures(14, 7.1, 33.8, 1.3, 1.8, 20.2),
     "plan": Figures(15, 6.1, 37.1, 0.7, 3.3, 14.0),
+    "recovery": Figures(14, 0, 24.0, 0, 3.5, 20.0),
     "refit": Figures(15, 0, 19.3, 0, 0, 13.3),
     "report": Figures(14, 9.6, 52.6, 0, 1.6, 6.4),
     "tensor": Figures(16, 9.1, 44.6, 0, 1.5, 15.2),

@@ -243,3 +243,15 @@ def test_decode_steps_have_the_tokens_of_plain_torch(load, is_cold):
     ways = decode.ratios(size, 1, is_cold=is_cold)
     assert ways.keys() == {"plain", "arrays", "shard_map"}
     assert ways["plain"][1] == 1
+
+
+def test_copies_of_every_fourth_step_send_a_quarter(load):
+    found = load("elastic").times_of_copies("small", 2, 2, 1, {})
+    assert found.keys() == {"alone", "every 1", "every 4"}
+    assert found["alone"].copied == 0
+    assert found["every 1"].copied == 4 * found["every 4"].copied > 0
+    assert len({one.sent for one in found.values()}) == 1
+
+
+def test_processes_make_a_step_after_one_is_killed(load):
+    assert 0 < load("elastic").seconds_to_next_step(3, 0, {}, 1) < 60

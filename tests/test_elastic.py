@@ -6,13 +6,13 @@ The oracle is the same example, run from start to end by one process.
 
 import json
 import os
-import re
 import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -61,69 +61,34 @@ def test_training_that_stopped_goes_on_with_equal_bits(tmp_path, train_alone):
     assert_equal_bits(resumed, train_alone(tmp_path / "alone", steps=12))
 
 
-# -- under torchrun --------------------------------------------------------------------------------
-
 STEPS = 60
 
 
 class Job:
-    """Agents of torchrun on one machine, one process each."""
+    """Programs that start processes of the example, and what these have logged."""
 
     def __init__(self, folder):
         self.folder = folder
-        self.agents = []
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            self.port = free.getsockname()[1]
+        self.programs = []
 
-    def start(self, count):
-        """Start some agents more."""
-        options = {
-            "--nnodes": "1:4",
-            "--nproc-per-node": "1",
-            "--max-restarts": "9",
-            "--rdzv-backend": "c10d",
-            "--rdzv-endpoint": f"localhost:{self.port}",
-            "--rdzv-id": "elastic",
-            "--rdzv-conf": "last_call_timeout=3,join_timeout=120,keep_alive_interval=1",
-            "--monitor-interval": "0.1",
-        }
-        command = [sys.executable, "-m", "torch.distributed.run"]
-        for option, value in options.items():
-            command += [option, value]
-        command += [str(EXAMPLE), "--folder", str(self.folder)]
-        command += ["--steps", str(STEPS), "--seconds", "0.3"]
+    def start_program(self, command):
+        """Start a program that starts processes of the example."""
+        options = ["--folder", str(self.folder), "--steps", str(STEPS), "--seconds", "0.3"]
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **NEW_STORES}
-
-        for _ in range(count):
-            path = self.folder / f"agent-{len(self.agents)}.txt"
-            with path.open("w") as output:
-                agent = subprocess.Popen(
-                    command,
-                    stdout=output,
-                    stderr=output,
-                    env={**os.environ, **own},
-                    start_new_session=True,
-                )
-            self.agents.append(agent)
-
-    def wait_for_store(self):
-        """Wait until the agents can meet."""
-        while True:
-            with socket.socket() as client:
-                if client.connect_ex(("localhost", self.port)) == 0:
-                    return
-            time.sleep(0.05)
+        path = self.folder / f"program-{len(self.programs)}.txt"
+        with path.open("w") as output:
+            program = subprocess.Popen(
+                [*command, str(EXAMPLE), *options],
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **own},
+                start_new_session=True,
+            )
+        self.programs.append(program)
 
     def last_rows(self):
         """Return the last row of each process's log, by its number."""
-        rows = {}
-        for path in self.folder.glob("log-*.jsonl"):
-            lines = path.read_text().splitlines()
-            if lines:
-                process = int(re.findall(r"\d+", path.name)[-1])
-                rows[process] = json.loads(lines[-1])
-        return rows
+        return {row["process"]: row for row in self.rows()}
 
     def wait_for_steps(self, processes, after, steps=1):
         """Wait until a number of processes have each trained some steps since a time; return their
@@ -139,26 +104,34 @@ class Job:
             trained = [process for process, row in self.last_rows().items() if has_trained(row)]
             if len(trained) == processes:
                 return trained
-            assert all(agent.poll() in (None, 0, -9) for agent in self.agents), self.text()
+            assert all(program.poll() in (None, 0, -9) for program in self.programs), self.text()
             time.sleep(0.05)
         raise AssertionError(f"no {processes} processes trained: {self.last_rows()}\n{self.text()}")
 
     def text(self):
-        """Return what the agents have printed."""
-        return "\n".join(path.read_text() for path in sorted(self.folder.glob("agent-*.txt")))
+        """Return what the programs have printed."""
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("program-*.txt")))
 
     def end(self):
-        """Kill all agents and processes."""
-        for agent in self.agents:
+        """Kill all programs and processes."""
+        for program in self.programs:
             with suppress(ProcessLookupError):
-                os.killpg(agent.pid, signal.SIGKILL)
-            agent.wait()
+                os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
         kill(self.last_rows())
 
+    def rows(self):
+        """Return what all processes have logged."""
+        rows = []
+        for path in self.folder.glob("log-*.jsonl"):
+            for line in path.read_text().splitlines():
+                rows.append(json.loads(line))
+        return rows
 
-def children_of(agent):
-    """Return the numbers of an agent's processes."""
-    command = ["pgrep", "-P", str(agent.pid)]
+
+def children_of(program):
+    """Return the numbers of a program's processes."""
+    command = ["pgrep", "-P", str(program.pid)]
     listed = subprocess.run(command, check=True, capture_output=True, text=True)
     return [int(process) for process in listed.stdout.split()]
 
@@ -170,65 +143,116 @@ def kill(processes):
             os.kill(process, signal.SIGKILL)
 
 
-def is_alive(process):
-    """Return True unless a process has ended: before its file is opened, or while it is read."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    state = text.rpartition(")")[2].split()[0]
-    return state not in ("Z", "X")
+# -- fshard run --elastic --------------------------------------------------------------------------
 
 
-def wait_for_end(processes, within):
-    """Wait until processes have ended, at most some seconds."""
-    end = time.monotonic() + within
-    while any(map(is_alive, processes)):
-        assert time.monotonic() < end, "these processes still wait for those that were killed"
-        time.sleep(0.01)
+@pytest.fixture
+def job(tmp_path):
+    job = Job(tmp_path)
+    yield job
+    job.end()
+
+
+def start_processes(job, count):
+    """Start processes, which go on when others die."""
+    run = [sys.executable, "-m", "fshard", "run", "--elastic", "--processes", str(count)]
+    job.start_program(run)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(200)
+def test_survivors_go_on_in_the_same_processes_with_equal_bits(job, train_alone):
+    start_processes(job, 4)
+    four = job.wait_for_steps(processes=4, after=0, steps=3)
+
+    # Three are left: two train, and one waits.
+    failure = time.time()
+    kill(four[:1])
+    two = job.wait_for_steps(processes=2, after=failure, steps=6)
+    assert {*two} < {*four[1:]}
+
+    start_processes(job, 1)
+    again_four = job.wait_for_steps(processes=4, after=failure)
+    assert {*four[1:]} < {*again_four}
+    for program in job.programs:
+        assert program.wait(120) == 0, job.text()
+
+    # A step that was interrupted is repeated, and no other.
+    steps_of_one = Counter(row["step"] for row in job.rows() if row["process"] == two[0])
+    assert [*steps_of_one] == [*range(1, STEPS + 1)]
+    assert sum(steps_of_one.values()) <= STEPS + 1
+    assert_equal_bits(fs.restore(job.folder / "end"), train_alone(job.folder / "alone", STEPS))
+
+
+# -- under torchrun --------------------------------------------------------------------------------
+
+
+def start_agents(job, port, count):
+    """Start agents of torchrun on one machine, one process each."""
+    options = {
+        "--nnodes": "1:4",
+        "--nproc-per-node": "1",
+        "--max-restarts": "9",
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": f"localhost:{port}",
+        "--rdzv-id": "elastic",
+        "--rdzv-conf": "last_call_timeout=3,join_timeout=120,keep_alive_interval=1",
+        "--monitor-interval": "0.1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    for option, value in options.items():
+        command += [option, value]
+    for _ in range(count):
+        job.start_program(command)
+
+
+def free_port():
+    """Return the number of a port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def wait_for_store(port):
+    """Wait until agents can meet."""
+    while True:
+        with socket.socket() as client:
+            if client.connect_ex(("localhost", port)) == 0:
+                return
+        time.sleep(0.05)
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(400)
-def test_training_goes_on_with_fewer_and_more_processes_with_equal_bits(tmp_path, train_alone):
-    job = Job(tmp_path)
-    try:
-        job.start(1)  # the first one has the store in which the others meet
-        job.wait_for_store()
-        job.start(3)
-        four = job.wait_for_steps(processes=4, after=0, steps=7)
+def test_processes_that_torchrun_restarts_go_on_from_a_checkpoint(job, train_alone):
+    """Survivors go on by themselves; when agents are added, torchrun ends all and starts them again."""
+    port = free_port()
+    start_agents(job, port, 1)  # the first one has the store in which the others meet
+    wait_for_store(port)
+    start_agents(job, port, 3)
+    four = job.wait_for_steps(processes=4, after=0, steps=7)
 
-        # Two nodes fail at once.
-        killed = job.agents[2:]
-        victims = []
-        for agent in killed:
-            victims += children_of(agent)
-            os.kill(agent.pid, signal.SIGKILL)
-        kill(victims)
+    # Two nodes fail at once.
+    killed = job.programs[2:]
+    victims = []
+    for agent in killed:
+        victims += children_of(agent)
+        os.kill(agent.pid, signal.SIGKILL)
+    failure = time.time()
+    kill(victims)
+    two = job.wait_for_steps(processes=2, after=failure, steps=6)
+    assert {*two} == {*four} - {*victims}
 
-        # The others end in about a second on an idle machine; without a message their group waits
-        # for minutes.
-        survivors = [process for process in four if process not in victims]
-        assert len(survivors) == 2
-        wait_for_end(survivors, within=60)
-        failure = time.time()
-        assert re.search(r"LostProcessError: .* by process \d", job.text())
+    start_agents(job, port, 2)
+    again_four = job.wait_for_steps(processes=4, after=failure)
+    assert {*again_four}.isdisjoint(four)
+    for agent in job.programs:
+        if agent not in killed:
+            assert agent.wait(120) == 0, job.text()
 
-        job.wait_for_steps(processes=2, after=failure, steps=6)
-        job.start(2)
-        job.wait_for_steps(processes=4, after=failure)
-        for agent in job.agents:
-            if agent not in killed:
-                assert agent.wait(120) == 0, job.text()
-    finally:
-        job.end()
+    # torchrun sends SIGTERM, on which the next step is saved.
+    first = min(row["step"] for row in job.rows() if row["process"] == again_four[0])
+    last_of_two = max(row["step"] for row in job.rows() if row["process"] == two[0])
+    assert first == last_of_two + 1, "they did not go on from the last checkpoint"
 
-    lines = [line for path in tmp_path.glob("log-*") for line in path.read_text().splitlines()]
-    rows = [json.loads(line) for line in lines]
-    assert {row["processes"] for row in rows} >= {2, 4}
-
-    with_two = [row["step"] for row in rows if row["processes"] == 2 and row["at"] > failure]
-    first = min(with_two)
-    assert first > 5 and first % 5 == 1, "they did not go on from a checkpoint"
-
-    assert_equal_bits(fs.restore(tmp_path / "end"), train_alone(tmp_path / "alone", STEPS))
+    assert_equal_bits(fs.restore(job.folder / "end"), train_alone(job.folder / "alone", STEPS))

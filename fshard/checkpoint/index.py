@@ -19,7 +19,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
@@ -85,6 +85,11 @@ class Index:
     @cached_property
     def text(self) -> str:
         """The part that all writers must have in common, as JSON."""
+        return f'{self._head},"values":{as_text(self.values)}}}'
+
+    @cached_property
+    def _head(self) -> str:
+        """The text before the values."""
         layouts: dict[Layout, int] = {}
         arrays: list[Any] = []
         for entry in self.arrays:
@@ -93,16 +98,25 @@ class Index:
             if entry.shape != entry.full_shape:  # a part of a fused weight
                 array += [entry.offset, entry.full_shape]
             arrays.append(array)
-        return as_text(
+        head = as_text(
             {
                 "version": VERSION,
                 "devices": self.devices,
                 "layouts": [_layout_text(layout) for layout in layouts],
                 "arrays": arrays,
                 "ties": self.ties,
-                "values": self.values,
             }
         )
+        return head[:-1]
+
+    def with_values(
+        self, values: Sequence[tuple[TreePath, Any]], metrics: dict[str, float]
+    ) -> Index:
+        """Return the index of the same arrays with other values."""
+        index = replace(self, values=values, metrics=metrics)
+        # They are of the arrays alone.
+        index.__dict__.update(division=self.division, _head=self._head)
+        return index
 
 
 def as_text(x: Any) -> str:

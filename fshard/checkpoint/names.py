@@ -14,13 +14,12 @@ dict.
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any
 
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import Mesh, PyTree, flatten
 from fshard.mesh.layout.sharded import Sharded, key_of, stack
-from fshard.mesh.layout.tree import NAMESPACE
+from fshard.mesh.layout.tree import NAMESPACE, Structure
 
 _optree: Any = optree
 
@@ -200,18 +199,16 @@ def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     Modules are replaced by their tensors, a `ShardedObject` by its state, and unreduced
     arrays by their summands. The function gives the objects a state of this form again.
     """
-    flatten(tree)  # registers the dataclasses in it
-    leaves, structure = _optree.tree_flatten(
-        tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE
-    )
+    leaves, structure = nodes_of(tree)
+    if not any(map(_is_opened, leaves)):
+        return tree, _unchanged
+
     states: list[PyTree] = []
     closes: list[Callable[[PyTree], Any]] = []
     for x in leaves:
         state, close_leaf = _opened_leaf(x)
         states.append(state)
         closes.append(close_leaf)
-    if all(map(operator.is_, states, leaves)):
-        return tree, _unchanged
 
     def close(result: PyTree) -> PyTree:
         results = structure.flatten_up_to(result)
@@ -227,10 +224,7 @@ def mesh_of_some(tree: PyTree) -> Mesh | None:
     The caller may be outside of it.
     """
     try:
-        flatten(tree)  # registers the dataclasses in it
-        leaves, _ = _optree.tree_flatten(
-            tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE
-        )
+        leaves, _ = nodes_of(tree)
     except RecursionError:
         return None  # what saves the tree raises for it
 
@@ -265,6 +259,13 @@ def _unchanged(x: Any) -> Any:
     return x
 
 
+def _is_opened(x: Any) -> bool:
+    """Return True for a leaf that `opened` may replace."""
+    if isinstance(x, Sharded):
+        return bool(x.spec.unreduced)
+    return isinstance(x, ShardedObject | nn.Module)
+
+
 def _opened_leaf(x: Any) -> tuple[PyTree, Callable[[PyTree], Any]]:
     """Return the tree that is stored of a leaf, and the function from such a tree to the leaf."""
 
@@ -296,6 +297,32 @@ def _is_leaf(x: Any) -> bool:
     return is_array(x) or is_object(x) or as_leaf(x) is not x
 
 
+def nodes_of(tree: PyTree) -> tuple[list[Any], Structure]:
+    """Return the leaves of a tree before `as_leaf`, without empty containers; and its structure."""
+    nodes, structure = flatten(tree, none_is_leaf=True)
+    if _has_plain_nodes(structure):
+        return nodes, structure
+    return _optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def _has_plain_nodes(structure: Structure) -> bool:
+    """Return True if no node of a structure may be a leaf of a saved tree."""
+    try:
+        return _are_plain_nodes(structure)
+    except TypeError:  # something in the structure has no hash
+        return False
+
+
+@lru_cache(maxsize=64)
+def _are_plain_nodes(structure: Structure) -> bool:
+    kind = structure.type
+    if kind is None:
+        return True  # a leaf
+    if not issubclass(kind, dict | list | tuple) or hasattr(kind, "joined_dim"):
+        return False
+    return not hasattr(kind, "state_dict") and all(map(_are_plain_nodes, structure.children()))
+
+
 def leaves_of(tree: PyTree) -> list[NamedLeaf]:
     """Return the leaves of a tree in its order, None and empty containers too."""
     flatten(tree)  # registers the dataclasses in it
@@ -313,9 +340,7 @@ def flattened(tree: PyTree) -> tuple[list[NamedLeaf], Callable[[Sequence[Any]], 
         if not is_empty_container:
             leaves.append(leaf)
 
-    nodes, structure = _optree.tree_flatten(
-        tree, is_leaf=_is_leaf, none_is_leaf=True, namespace=NAMESPACE
-    )
+    nodes, structure = nodes_of(tree)
 
     def unflatten(values: Sequence[Any]) -> PyTree:
         return _optree.tree_unflatten(structure, [*map(_as_node, nodes, values)])

@@ -12,39 +12,30 @@ replicated over model=2, so each device writes 2 elements of its shard:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fshard.checkpoint.division import ArrayEntry
 from fshard.checkpoint.files import digest_of
-from fshard.checkpoint.index import Index, storable, validate_storable
+from fshard.checkpoint.form import TreeForm, form_of, local_index, open_tree
+from fshard.checkpoint.index import Index
 from fshard.checkpoint.names import (
-    NamedLeaf,
-    TreePath,
-    is_array,
-    is_object,
     leaves_of,
     limited_depth,
     opened,
-    stored_parts,
-    tie_key,
-    validate_unique,
 )
-from fshard.errors import CheckpointError
-from fshard.mesh.layout import Layout, Mesh, PyTree
+from fshard.mesh.layout import Memory, Mesh, PyTree
 from fshard.mesh.layout.host_copies import start_read
-from fshard.mesh.layout.kinds import empty_in, owned_by
+from fshard.mesh.layout.kinds import empty_in, memory_of, owned_by
 from fshard.mesh.layout.sharded import Sharded
-from fshard.mesh.runtimes.launchers import process_count, process_index
 from fshard.mesh.spmd.moments import deaths
-from fshard.mesh.spmd.run import as_one_device, device_of, is_outside
-from fshard.mesh.spmd.scope import here
+from fshard.mesh.spmd.run import as_one_device, is_outside
 
 
 class WrittenRange(NamedTuple):
@@ -74,7 +65,7 @@ class TreeSnapshot:
     replicas: Mapping[int, Sequence[str]]
     mesh: Mesh | None = None
     wait: Callable[[], object] = tuple
-    deaths: int = field(default_factory=deaths.__len__)
+    deaths: int = field(default_factory=lambda: len(deaths))
 
     @property
     def ranks(self) -> Sequence[int] | None:
@@ -92,23 +83,39 @@ class TreeSnapshot:
         originals: list[Tensor] = []
         copies: list[Tensor] = []
         for device, ranges in self.shares.items():
-            sizes = [x.values.nbytes for x in ranges]
-            total = sum(sizes)
+            total = sum([x.values.nbytes for x in ranges])
             if device not in staging or len(staging[device]) < total:
                 # Page-locked for a GPU: a copy to other memory would wait for the device.
                 kind = "cuda" if any(x.values.is_cuda for x in ranges) else "cpu"
                 with owned_by(device):
                     staging[device] = empty_in("host", (total,), torch.uint8, kind)
 
-            buffers = staging[device][:total].split(sizes)
             shares[device] = []
-            for x, buffer in zip(ranges, buffers, strict=True):
-                copied = buffer.view(x.values.dtype)
-                originals.append(x.values)
-                copies.append(copied)
-                shares[device].append(x._replace(values=copied))
+            end = 0
+            for dtype, group in groupby(ranges, _dtype):
+                run = [*group]
+                values = [x.values for x in run]
+                start = end
+                end += sum([x.nbytes for x in values])
+                row = staging[device][start:end].view(dtype)
+                row_copies = row.split([x.numel() for x in values])
+                for x, copied in zip(run, row_copies, strict=True):
+                    shares[device].append(WrittenRange(x.array, x.shape, copied))
+                if {*map(_place, values)} == {_place(row)}:
+                    torch.cat(values, out=row)  # one call for all, where there may be hundreds
+                else:
+                    originals += values
+                    copies += row_copies
         wait = start_read(originals, copies)
         return TreeSnapshot(self.index, shares, self.replicas, self.mesh, wait, self.deaths)
+
+
+def _dtype(x: WrittenRange) -> torch.dtype:
+    return x.values.dtype
+
+
+def _place(x: Tensor) -> tuple[torch.device, Memory]:
+    return x.device, memory_of(x)
 
 
 def snapshot_of(
@@ -120,47 +127,18 @@ def snapshot_of(
     """
     with limited_depth():
         tree, _ = opened(tree)
-        leaves = [*_with_states(leaves_of(tree))]
-    validate_unique(leaves, "save")
-    validate_storable(leaves)
-
-    arrays = [leaf for leaf in leaves if is_array(leaf.value)]
-    values = [(leaf.path, leaf.value) for leaf in leaves if not is_array(leaf.value)]
-    firsts: dict[Any, NamedLeaf] = {}
-    ties: dict[str, tuple[TreePath, str]] = {}
-    stored: list[tuple[NamedLeaf, tuple[int, ...], Any]] = []
-    for leaf in arrays:
-        first = firsts.setdefault(tie_key(leaf.value), leaf)
-        if leaf.name != first.name:
-            ties[leaf.name] = leaf.path, first.name
-        if leaf is first:
-            stored.extend([(leaf, offset, x) for offset, x in stored_parts(leaf.value)])
-
-    tensors = [x for _, _, x in stored]
-    mesh, devices = _writers(tensors)
-    size = 1 if mesh is None else mesh.root_size
-    entries = _entries(stored, size)
-    index = Index(size, entries, [*ties.values()], values, _numbers(metrics))
-    shares = {device: [*_share(index, tensors, device)] for device in devices}
-    writers = None if mesh is None else mesh.root
-    replicas = _replica_digests(entries, tensors, devices) if compare else {}
+        content = open_tree(tree)
+    arrays = content.arrays()
+    form = form_of(content, arrays)
+    tensors = [arrays[number] for number in form.stored]
+    for x in tensors:
+        if isinstance(x, Sharded):
+            x.check_view()
+    index = form.index.with_values(form.values(content.leaves), _numbers(metrics))
+    shares = {device: [*_share(form, tensors, device)] for device in form.devices}
+    writers = None if form.writers is None else form.writers.root
+    replicas = _replica_digests(index.arrays, tensors, form.devices) if compare else {}
     return TreeSnapshot(index, shares, replicas, writers)
-
-
-def _entries(
-    stored: Sequence[tuple[NamedLeaf, tuple[int, ...], Any]], size: int
-) -> list[ArrayEntry]:
-    """Return the entries of arrays that are stored: leaf, offset in it, and array."""
-    # A plain tensor is equal on all devices, so it is stored as one that is replicated over them.
-    replicated = Layout(Mesh((("device", size),), "abstract", "meta"))
-    entries: list[ArrayEntry] = []
-    for leaf, offset, x in stored:
-        layout = storable(x.layout) if isinstance(x, Sharded) else replicated
-        shape = tuple(x.shape)
-        full_shape = tuple(leaf.value.shape)
-        entry = ArrayEntry(leaf.name, leaf.path, shape, x.dtype, layout, offset, full_shape)
-        entries.append(entry)
-    return entries
 
 
 def _replica_digests(
@@ -193,56 +171,6 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     return numbers
 
 
-def _with_states(leaves: Iterable[NamedLeaf]) -> Iterator[NamedLeaf]:
-    """Replace objects by the leaves of their states."""
-    for leaf in leaves:
-        if is_object(leaf.value):
-            state = leaves_of(leaf.value.state_dict())
-            yield from _with_states(NamedLeaf((*leaf.path, *x.path), x.value) for x in state)
-        else:
-            yield leaf
-
-
-def _writers(arrays: Sequence[Any]) -> tuple[Mesh | None, Sequence[int]]:
-    """Return a mesh of the devices that write, None for one without others; and those held here.
-
-    Raises if arrays are on different devices.
-    """
-    meshes: dict[Mesh, None] = {}  # a set in order
-    for x in arrays:
-        if isinstance(x, Sharded):
-            x.check()
-            meshes[x.mesh] = None
-
-    has_values = all(mesh.runtime != "abstract" for mesh in meshes)
-    if len({(mesh.devices, mesh.runtime) for mesh in meshes}) > 1 or not has_values:
-        names = ", ".join(map(str, meshes))
-        raise CheckpointError(
-            f"save: all arrays must be on the same devices, which have values; got {names}."
-        )
-    if not meshes:
-        mesh, device = calling_device()
-        return mesh, [device]
-    mesh = next(iter(meshes))  # any of them: they have the same devices
-    devices = range(mesh.root_size) if is_outside(mesh) else [device_of(mesh)]
-    return mesh, devices
-
-
-def calling_device() -> tuple[Mesh | None, int]:
-    """Return a mesh of all devices around the caller, and the caller's number in it.
-
-    It is (None, 0) for a process without others.
-    """
-    scope = here()
-    if scope is not None:
-        mesh = scope.mesh
-        axes = (("device", mesh.root_size),)
-        return Mesh(axes, mesh.runtime, "cpu", None, mesh.numbers), scope.device
-    if dist.is_initialized():
-        return Mesh((("device", process_count()),), "process", "cpu"), process_index()
-    return None, 0
-
-
 @contextmanager
 def as_device_of(mesh: Mesh | None) -> Generator[None]:
     """Run a block as the device of a mesh of some devices that the caller is.
@@ -257,24 +185,19 @@ def as_device_of(mesh: Mesh | None) -> Generator[None]:
         yield
 
 
-def _share(index: Index, tensors: Sequence[Any], device: int) -> Iterator[WrittenRange]:
+def _share(form: TreeForm, tensors: Sequence[Any], device: int) -> Iterator[WrittenRange]:
     """Yield the ranges that a device writes."""
-    column = index.division.column(device)
-    for number in index.division.order.tolist():
-        start = column.starts[number]
-        stop = column.stops[number]
-        if start == stop:
-            continue
+    for number, index, start, stop in form.ranges(device):
+        x = tensors[number]
+        shard = x.shards[index] if isinstance(x, Sharded) else x
         # The bits that are stored: torch conjugates and negates some views only when they are read.
-        shard = _shard(tensors[number], device).detach().resolve_conj().resolve_neg()
-        first = column.firsts[number]
-        is_full = stop - start == shard.numel()
-        shape = tuple(shard.shape) if is_full else (stop - start,)
-        yield WrittenRange(number, shape, shard.reshape(-1)[start - first : stop - first])
+        row = shard.detach().resolve_conj().resolve_neg().reshape(-1)
+        if stop - start == row.numel():
+            yield WrittenRange(number, tuple(shard.shape), row)
+        else:
+            yield WrittenRange(number, (stop - start,), row[start:stop])
 
 
 def _shard(x: Any, device: int) -> Tensor:
     """Return the shard of a device, by its number on the full mesh; a plain tensor is the shard."""
-    if not isinstance(x, Sharded):
-        return x
-    return x.shards[x.mesh.local_index(device)] if is_outside(x.mesh) else x.shards[0]
+    return x.shards[local_index(x, device)] if isinstance(x, Sharded) else x

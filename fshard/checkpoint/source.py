@@ -1,4 +1,4 @@
-"""Sources of arrays: what devices have stored, such as folders of `fs.save`, read in ranges.
+"""Sources of arrays: the shares that devices have stored, such as folders of `fs.save`, read in ranges.
 
 `foreign` has the sources of other formats, and opens all.
 
@@ -97,7 +97,7 @@ class ReadRange:
 
 
 class IndexedSource(Source):
-    """What devices have stored, by the index that all of them know.
+    """The shares that devices have stored, by their common index.
 
     Where the shares of devices are, and how they are read, is a matter of the classes below it.
     """

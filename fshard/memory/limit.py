@@ -170,6 +170,8 @@ class CountStorages(TorchDispatchMode):
     def deliver(self, delivery: object, results: Sequence[Tensor]) -> None:
         """Count the storages of the results in place of what was reserved."""
         self.usage.free_dead()
+        if self.usage.find(delivery) is None:
+            return  # the limit has ended since it was reserved
         reserved = self.usage.take(delivery)
         for y in results:
             storage = y.untyped_storage()

@@ -28,6 +28,7 @@ from fshard.mesh.runtimes.abstract import represented
 from fshard.plan.cluster import Cluster, assert_cluster
 from fshard.plan.timing import Times, times_of
 from fshard.plan.trace import CollectiveStart, Event, Operation, TracedLedger, TracedMail, recording
+from fshard.recovery.copies import Copies
 from fshard.tables import Tabular
 from fshard.transforms.train_step import TrainStep
 
@@ -232,6 +233,8 @@ def cost(
     *arguments: PyTree,
     cluster: Cluster,
     sizes: Mapping[str, int] | None = None,
+    copies: int = 0,
+    copies_in: Memory = "device",
 ) -> Cost:
     """Return what a device needs in a step, and the time on a machine.
 
@@ -246,6 +249,9 @@ def cost(
         cluster: the machine: see `fs.plan.cluster`.
         sizes: sizes of axes that differ from the step's mesh, such as {"data": 1024}. The batch is
             that of all devices.
+        copies: of each device's share of the results, on other devices: those of `run.save` after
+            each step in a function of `fs.elastic(copies=1)`.
+        copies_in: the memory of the copies, the `memory` of `fs.elastic`.
 
     >>> import torch, fshard as fs
     >>> from fshard import P
@@ -272,6 +278,8 @@ def cost(
     if unknown:
         names = ", ".join(unknown)
         raise PlanError(f"plan.cost: sizes must name axes of {step.mesh}; got {names}.")
+    if type(copies) is not int or copies < 0:
+        raise PlanError(f"plan.cost: copies must be a number of devices; got {copies!r}.")
 
     mesh = make_mesh({**step.mesh.shape, **sizes}, runtime="abstract")
     axis = step.options.axis if step.options.schedule is not None else None
@@ -284,10 +292,13 @@ def cost(
         with without_counters():
             trees = [abstract_like(tree, mesh, lambda x: x.layout.memory) for tree in arguments]
             step_on_mesh = step.replace(mesh=mesh)
-        _, _, results = recorded(step_on_mesh, trees, events[device])
+        program: Callable[..., Any] = step_on_mesh
+        if copies:
+            program = StepAfterSave(step_on_mesh, mesh, copies, copies_in)
+        _, _, results = recorded(program, trees, events[device])
         *trees[:-1], _ = results
         del results  # the second step donates them: else their memory would still be in use
-        used, comm, _ = recorded(step_on_mesh, trees, events[device])  # it knows the order of units
+        used, comm, _ = recorded(program, trees, events[device])  # it knows the order of units
         return used, comm, trees
 
     results = represented(devices, axis, run, TracedMail(events))
@@ -300,6 +311,30 @@ def cost(
         comm.moves.update(device_comm.moves)
     trees_of_first = results[0][2]
     return Cost(mesh, cluster, costs, comm, trees_of_first)
+
+
+class StepAfterSave:
+    """A step after `run.save` of its arguments: their copies are sent while it runs.
+
+    Called for the second time, devices keep two versions, as they do from then on.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], mesh: Mesh, copies: int, copies_in: Memory
+    ) -> None:
+        self._step = step
+        self._copies = Copies(copies, copies_in)
+        self._copies.begin(0, mesh, range(mesh.size), None)
+        self._saved = 0
+
+    def __call__(self, *trees: PyTree) -> Any:
+        *kept, _ = trees  # the batch is not saved
+        self._copies.save(self._saved, kept)
+        self._saved += 1
+        del kept  # the step donates them
+        results = self._step(*trees)
+        self._copies.complete()  # as the next save begins
+        return results
 
 
 def recorded(

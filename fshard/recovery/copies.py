@@ -16,17 +16,21 @@ import json
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fshard.checkpoint.form import share_sizes
 from fshard.checkpoint.index import Index, index_of
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.snapshot import TreeSnapshot, as_device_of, snapshot_of
 from fshard.errors import MismatchError
+from fshard.mesh.collectives.ledger import active, uncounted
 from fshard.mesh.collectives.moves import Permute
 from fshard.mesh.layout import Memory, Mesh, PyTree
+from fshard.mesh.layout.counting import LedgerRow, counting, without_counters
 from fshard.mesh.layout.kinds import empty_in, owned_by
 from fshard.mesh.reshard.between import mesh_of_numbers
 from fshard.mesh.runtimes.abstract import Done
@@ -35,6 +39,7 @@ from fshard.mesh.spmd.moments import listeners, reach
 from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.mesh.spmd.scope import Pending
 from fshard.recovery.exchange import all_rows, start
+from fshard.source import call_site
 
 KEPT = 2
 """Versions that a device keeps: see Note [Two versions]."""
@@ -44,7 +49,7 @@ RANDOM = "random"
 """The parts of a version: the tree of the program, and the random generators beside it."""
 
 
-class Key(NamedTuple):
+class VersionKey(NamedTuple):
     """The place of a version in a run: the generation of devices, and its number in that one."""
 
     generation: int
@@ -53,7 +58,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Version:
-    """What one device has of a saved tree.
+    """A saved tree, as far as one device has it.
 
     Args:
         key: the place of the version in the run.
@@ -65,7 +70,7 @@ class Version:
         is_first: True if nothing was saved before it.
     """
 
-    key: Key
+    key: VersionKey
     step: int
     text: str
     owners: int
@@ -86,7 +91,7 @@ class Found:
         holders: the device of the mesh that has each share.
     """
 
-    key: Key
+    key: VersionKey
     step: int
     index: Index
     shares: Mapping[int, Tensor]
@@ -103,7 +108,7 @@ class Arriving(NamedTuple):
 
 @dataclass
 class Shelf:
-    """What one device keeps.
+    """The memory of one device for versions.
 
     Args:
         versions: the last one first.
@@ -136,7 +141,7 @@ class Shelf:
             return None
         return self.versions.pop().memory
 
-    def keep_only(self, key: Key | None) -> None:
+    def keep_only(self, key: VersionKey | None) -> None:
         """Drop all versions but one, as a generation begins: see Note [Two versions]."""
         self.versions = [version for version in self.versions if version.key == key]
         self.arriving = []
@@ -178,18 +183,20 @@ class Copies:
     """
 
     shelves: dict[int, Shelf]
-    """What devices keep, by their name in the run."""
+    """The shelves of devices, by their name in the run."""
 
     def __init__(self, count: int, memory: Memory) -> None:
         self.shelves = {}
-        self._count = count
+        self._copies = count
         self._memory: Memory = memory
         self._generation = 0
         self._began_anew = True
         self._mesh: Mesh | None = None
         self._names: Sequence[int] = ()
 
-    def begin(self, generation: int, mesh: Mesh, names: Sequence[int], key: Key | None) -> None:
+    def begin(
+        self, generation: int, mesh: Mesh, names: Sequence[int], key: VersionKey | None
+    ) -> None:
         """Begin a generation of devices with one version, or none.
 
         Args:
@@ -225,7 +232,7 @@ class Copies:
     def last_saved(self) -> Found | None:
         """Return the last version of this generation, if there is one, as the caller may read it.
 
-        A device reads its own share, and asks the others for theirs.
+        A device reads its own share, and requests the others of their owners.
         """
         mesh = self._mesh
         if mesh is None or self.last_step is None:
@@ -248,6 +255,9 @@ class Copies:
         mesh = self._mesh
         assert mesh is not None
         meeting = mesh_of_numbers(mesh.devices, mesh)
+        if mesh.runtime == "abstract":
+            self._count(step, tree, meeting)
+            return False
         with as_device_of(mesh):
             content = snapshot_of({TREE: tree, RANDOM: RandomState()}, compare=False)
         text = content.index.text
@@ -256,18 +266,60 @@ class Copies:
         def meet(device: int) -> list[list[int]]:
             shelf = self.shelf(device)
             shelf.complete()
-            return all_rows([shelf.saved, step, digest, _size(content, device), int(flag)])
+            with uncounted():
+                return all_rows([shelf.saved, step, digest, _size(content, device), int(flag)])
 
         rows = run_on_devices(meeting, meet)[0]
         _validate(rows)
         sizes = [size for *_, size, _ in rows]
-        memory = self._staged(content, mesh, max(sizes))
-        shifts = _shifts(meeting, self._count)
+        memory = self._free(mesh, max(sizes))
+        staged = content.staged(memory)
+        if self._memory == "host":
+            staged.wait()  # others read it; what a device reads waits by itself
+        self._keep(step, text, sizes, memory, meeting)
+        return any([has_flag for *_, has_flag in rows])
+
+    def _count(self, step: int, tree: PyTree, meeting: Mesh) -> None:
+        """Do what `save` does on an abstract mesh: its memory and its bytes are counted."""
+        with without_counters():  # what a program does not keep
+            random_bytes = RandomState().state_dict()["rows"].shape[-1]
+        sizes = [size + random_bytes for size in share_sizes(tree)]
+        (device,) = local_devices(meeting)
+        shelf = self.shelf(device)
+        # The memory of the last version is from before this count, unless one began at the run.
+        for version in shelf.versions:
+            for x in (version.memory, *version.shares.values()):
+                for counter in counting().counters:
+                    counter.claim(x, meeting.devices[device], self._memory)
+        shelf.complete()
+        self._keep(step, "", sizes, self._free(meeting, max(sizes)), meeting)
+
+    def _keep(
+        self,
+        step: int,
+        text: str,
+        sizes: Sequence[int],
+        memory: Mapping[int, Tensor],
+        meeting: Mesh,
+    ) -> None:
+        """Keep a version whose shares are in the memory of devices, and send it to the others.
+
+        Args:
+            step: as the program counts.
+            text: of the index.
+            sizes: of the shares of all devices.
+            memory: by device; all have one length.
+            meeting: all devices.
+        """
+        shifts = _shifts(meeting, self._copies)
+        assert self._mesh is not None
+        axes = self._mesh.axis_names
+        ledger_row = LedgerRow("copy", axes, call_site()._replace(leaves=()))
 
         def keep(device: int) -> None:
             shelf = self.shelf(device)
             shelf.saved += 1
-            key = Key(self._generation, shelf.saved)
+            key = VersionKey(self._generation, shelf.saved)
             row = memory[device]
             is_first = self._began_anew and shelf.saved == 1
             version = Version(key, step, text, len(sizes), {}, row, is_first)
@@ -277,30 +329,29 @@ class Copies:
             with beside_computation(meeting) as shelf.reached:
                 for shift in shifts:
                     owner = (device - shift) % len(sizes)
-                    call = start(_ring(len(sizes), shift), row)
+                    for ledger in active():
+                        ledger.record(meeting.devices[device], ledger_row, Fraction(len(row)))
+                    with uncounted():
+                        call = start(_ring(len(sizes), shift), row)
                     shelf.arriving.append(Arriving(owner, sizes[owner], call))
             if shelf.reached is None:
                 version.shares[device] = row[: sizes[device]]
             else:
                 shelf.arriving.append(Arriving(device, sizes[device], Done((row,))))
-            if mesh.runtime == "virtual":
+            if meeting.runtime == "virtual":
                 shelf.complete()  # a run ends with all its calls
 
         run_on_devices(meeting, keep)
-        return any([has_flag for *_, has_flag in rows])
 
-    def _staged(self, content: TreeSnapshot, mesh: Mesh, longest: int) -> dict[int, Tensor]:
-        """Copy the shares of the caller's devices; return the memory of each, of equal length."""
+    def _free(self, mesh: Mesh, length: int) -> dict[int, Tensor]:
+        """Return memory for the shares of the caller's devices, of one length."""
         memory: dict[int, Tensor] = {}
         for device in local_devices(mesh):
             free = self.shelf(device).free_memory()
-            if free is None or len(free) < longest:
+            if free is None or len(free) < length:
                 with owned_by(mesh.devices[device]):
-                    free = empty_in(self._memory, (longest,), torch.uint8, mesh.device_type)
-            memory[device] = free[:longest]
-        staged = content.staged(memory)
-        if self._memory == "host":
-            staged.wait()  # others read it; what a device reads waits by itself
+                    free = empty_in(self._memory, (length,), torch.uint8, mesh.device_type)
+            memory[device] = free[:length]
         return memory
 
     def complete(self) -> None:
@@ -316,7 +367,8 @@ class Copies:
         mesh = self._mesh
         assert mesh is not None
         self.complete()
-        run_on_devices(mesh_of_numbers(mesh.devices, mesh), lambda device: all_rows([device]))
+        with uncounted():
+            run_on_devices(mesh_of_numbers(mesh.devices, mesh), lambda device: all_rows([device]))
 
 
 def _size(content: TreeSnapshot, device: int) -> int:

@@ -40,7 +40,7 @@ class Crew(Protocol):
         ...
 
     def is_loss(self, error: BaseException) -> bool:
-        """Return True if an error comes from the loss of a device."""
+        """Return True if an error is that of the loss of a device."""
         ...
 
     def has_joiners(self) -> bool:

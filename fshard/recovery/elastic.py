@@ -1,4 +1,4 @@
-"""`elastic`: a function that trains, and goes on with other devices when some are lost or come.
+"""`elastic`: a function that trains, and continues on other devices when some are lost or join.
 
 The function is the loop that continues from a checkpoint. Here the checkpoint is in the memory of
 the devices, and of each step.
@@ -53,8 +53,8 @@ class Regroup(BaseException):
     """
 
 
-class Generation(NamedTuple):
-    """What an elastic run has gone through.
+class ElasticGeneration(NamedTuple):
+    """The run of the function on the devices of one generation, for its protocol.
 
     Args:
         devices: the names of the devices that the function ran on.
@@ -160,7 +160,9 @@ class ElasticRun:
 
     def _source(self, version: Found) -> SharesInMemory:
         """Return a version as a source: devices of the mesh read together, unless one has all."""
-        if len(version.shares) == len(version.holders):
+        has_all = len(version.shares) == len(version.holders)
+        # One process may have all shares, but others read its own.
+        if has_all and self.mesh.runtime == "virtual":
             return SharesInMemory(version.index, version.shares, {}, None)
         meeting = mesh_of_numbers(self.mesh.devices, self.mesh)
         return SharesInMemory(version.index, version.shares, version.holders, meeting)
@@ -173,7 +175,7 @@ class ElasticRun:
         wait: bool = False,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Keep a tree, as the end of a step: from here the run goes on when devices are lost.
+        """Keep a tree, as the end of a step: the run continues from here when devices are lost.
 
         All devices of the mesh call it. With `folder`, that saves the tree too, as often as it
         does. Devices that have come take part from here on: then the function is called anew.
@@ -218,9 +220,9 @@ class ElasticRun:
 
 
 class Elastic(Generic[Result]):
-    """A function that goes on when devices are lost or come: see `fs.elastic`.
+    """A function that continues when devices are lost or join: see `fs.elastic`.
 
-    generations: what the last call has gone through.
+    generations: those of the last call.
     """
 
     def __init__(
@@ -236,7 +238,7 @@ class Elastic(Generic[Result]):
         timeout: float | None,
     ) -> None:
         update_wrapper(self, function)
-        self.generations: list[Generation] = []
+        self.generations: list[ElasticGeneration] = []
         self._function = function
         self._make_mesh = make_mesh
         self._copies = copies
@@ -287,7 +289,7 @@ class Elastic(Generic[Result]):
                 mesh = largest_mesh(self._make_mesh, crew.numbers)
                 found = self._find(crew, copies, mesh, run)
                 run = self._next_run(crew, copies, mesh, found)
-                generation = Generation(
+                generation = ElasticGeneration(
                     run.names, lost, run.latest, run.origin, time.monotonic() - noticed
                 )
                 self.generations.append(generation)
@@ -353,7 +355,7 @@ class Elastic(Generic[Result]):
         return found
 
     def _next_run(self, crew: Crew, copies: Copies, mesh: Mesh, found: Found | None) -> ElasticRun:
-        """Return the run of the next generation, which goes on from a version."""
+        """Return the run of the next generation, which continues from a version."""
         names = tuple([crew.names[crew.numbers.index(number)] for number in mesh.devices])
         copies.begin(crew.generation, mesh, names, None if found is None else found.key)
         return ElasticRun(mesh, names, copies, crew, found, self._folder, self._every)
@@ -369,7 +371,7 @@ def elastic(
     devices: int | None = None,
     timeout: float | None = None,
 ) -> Callable[[Callable[..., Result]], Elastic[Result]]:
-    """Decorate a function that trains: it goes on, in the same processes, when some are lost.
+    """Decorate a function that trains: it continues, in the same processes, when some are lost.
 
     The function is a loop that continues from a checkpoint, `train(run)`: `run.latest`,
     `run.restore` and `run.save` are those of an `fs.Checkpoints`. After a loss it is called anew,
@@ -385,9 +387,9 @@ def elastic(
             `fs.make_mesh(..., devices=devices)`. Where it raises a MeshError or returns None, it is
             called with fewer; the others wait.
         copies: the number of other devices that keep the share of each, at most all. So many
-            neighbours may be lost at once. With 0 the run goes on from the folder.
+            neighbours may be lost at once. With 0 the run continues from the folder.
         every: `run.save` keeps the steps that this divides, and the others are repeated.
-        folder: where `run.save` saves too, and the run goes on from if too many were lost, or all.
+        folder: where `run.save` saves too, and the run continues from if too many were lost, or all.
             Processes that are started later with it take part after the next `run.save`.
         memory: of the copies, "device" or "host".
         devices: the number of virtual devices, where no processes were started together: so one

@@ -1,4 +1,4 @@
-"""Bytes between the devices of a mesh: a row of each to all, and pieces of memory on request."""
+"""Bytes between the devices of a mesh: a row of each to all, and chunks of memory on request."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fshard.source import call_site
 _CALLER = "fs.elastic"
 
 
-class Piece(NamedTuple):
-    """Bytes of a share that a device asks another one for.
+class ShareRequest(NamedTuple):
+    """The bytes of a share that a device requests of another one.
 
     Args:
         holder: the index of the device that has the share.
@@ -58,60 +58,72 @@ def all_bytes(content: bytes) -> list[bytes]:
     longest = max(sizes)
     if longest == 0:
         return [b""] * len(sizes)
-    row = torch.zeros(1, longest, dtype=torch.uint8)
-    row[0, : len(content)] = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8)[
-        : len(content)
-    ]
-    (rows,) = start(AllGather(0), row).wait()
+    padded = bytearray(content.ljust(longest, b"\0"))
+    row = torch.frombuffer(padded, dtype=torch.uint8)
+    (rows,) = start(AllGather(0), row[None]).wait()
     pairs = zip(rows, sizes, strict=True)
     return [bytes(x[:size].numpy()) for x, size in pairs]
 
 
-def all_pieces(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Return the pieces that each device asks for."""
-    content = np.array([*pieces], np.int64).tobytes()
-    result: list[list[Piece]] = []
+def all_requests(requests: Sequence[ShareRequest]) -> list[list[ShareRequest]]:
+    """Return the requests of each device."""
+    content = np.array([*requests], np.int64).tobytes()
+    result: list[list[ShareRequest]] = []
     for row in all_bytes(content):
-        numbers = np.frombuffer(row, np.int64).reshape(-1, len(Piece._fields))
-        result.append([Piece(*piece) for piece in numbers.tolist()])
+        numbers = np.frombuffer(row, np.int64).reshape(-1, len(ShareRequest._fields))
+        result.append([ShareRequest(*request) for request in numbers.tolist()])
     return result
 
 
-def fetch(pieces: Sequence[Piece], shares: Mapping[int, Tensor], number: int) -> list[Tensor]:
-    """Return pieces of the shares of others; all devices call it, and serve each other.
+def fetch(
+    requests: Sequence[ShareRequest], shares: Mapping[int, Tensor], number: int
+) -> list[Tensor]:
+    """Return chunks of the shares of others; all devices call it, and serve each other.
 
     Args:
-        pieces: that this device asks for.
+        requests: of this device.
         shares: the bytes that it has, by their owner.
         number: of the call.
     """
-    asked = all_pieces(pieces)
-    sizes = Counter[tuple[int, int]]()
-    for receiver, wanted in enumerate(asked):
-        for piece in wanted:
-            sizes[piece.holder, receiver] += piece.size
-    if not sizes:
+    all_wanted = all_requests(requests)
+    move = _move_of(all_wanted, number)
+    if move is None:
         return []
-    pairs = [(sender, receiver, size) for (sender, receiver), size in sorted(sizes.items())]
-    move = Parcels(tuple(pairs), "shares", number=number)
 
-    index = group_of_all().index
-    # In host memory: new devices have no share that would say where the others are.
+    # In host memory: a new device has no share whose memory would be that of the others.
     row = torch.empty(move.length, dtype=torch.uint8)
+    index = group_of_all().index
     begin = 0
-    for wanted in asked:
-        for piece in wanted:
-            if piece.holder == index:
-                end = begin + piece.size
-                row[begin:end] = shares[piece.owner][piece.begin : piece.begin + piece.size]
-                begin = end
-
+    for wanted in all_wanted:
+        for request in wanted:
+            if request.holder != index:
+                continue
+            share = shares[request.owner]
+            end = begin + request.size
+            row[begin:end] = share[request.begin : request.begin + request.size]
+            begin = end
     (received,) = start(move, row).wait()
-    result: dict[int, Tensor] = {}
-    begin = 0
-    # They arrive in the order of their senders.
-    for place in sorted(range(len(pieces)), key=lambda place: pieces[place].holder):
-        end = begin + pieces[place].size
-        result[place] = received[begin:end]
-        begin = end
-    return [result[place] for place in range(len(pieces))]
+    return _in_order(requests, received)
+
+
+def _move_of(all_wanted: Sequence[Sequence[ShareRequest]], number: int) -> Parcels | None:
+    """Return the move of all requests; None if there are none."""
+    sizes = Counter[tuple[int, int]]()
+    for receiver, wanted in enumerate(all_wanted):
+        for request in wanted:
+            sizes[request.holder, receiver] += request.size
+    if not sizes:
+        return None
+    pairs: list[tuple[int, int, int]] = []
+    for (sender, receiver), size in sorted(sizes.items()):
+        pairs.append((sender, receiver, size))
+    return Parcels(tuple(pairs), "shares", number=number)
+
+
+def _in_order(requests: Sequence[ShareRequest], received: Tensor) -> list[Tensor]:
+    """Return chunks in the order of their requests; they arrive in that of their senders."""
+    places = sorted(range(len(requests)), key=lambda place: requests[place].holder)
+    sizes = [requests[place].size for place in places]
+    parts = received[: sum(sizes)].split(sizes)
+    part_of = dict(zip(places, parts, strict=True))
+    return [part_of[place] for place in range(len(requests))]

@@ -9,7 +9,7 @@ up. Then all that are left leave the world, without waiting for anyone, and form
     the first process of 2           serves a store, in which all of them meet
     each process of 2                is ready; when all are, they connect
 
-Decisions are records in files, of which the first counts: see `Meeting`. If a process ends before
+Decisions are records in files, of which the first counts: see `RunFolder`. If a process ends before
 all are connected, generation 2 is given up by all, and they decide on generation 3.
 """
 
@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fshard.errors import FshardError, LostProcessError, MeshError
-from fshard.mesh.alive import ProcessId, this_process
 from fshard.mesh.runtimes import process
 from fshard.mesh.runtimes.interface import reachable_address
 from fshard.mesh.runtimes.launchers import (
@@ -40,8 +39,9 @@ from fshard.mesh.runtimes.launchers import (
     store_within,
     time_limit,
 )
+from fshard.mesh.shared_memory.alive import ProcessId, this_process
 from fshard.mesh.shared_memory.meet import all_gather
-from fshard.recovery.meeting import IN_MEMORY, Generation, Meeting
+from fshard.recovery.run_folder import IN_MEMORY, Generation, RunFolder
 
 _PAUSE = 0.002
 """Seconds between two looks of a process that the others wait for."""
@@ -61,7 +61,7 @@ _SEEN_LATER = 1.0
 # A process may end while the others form the next generation. All that they wait for in files, they
 # wait for with an eye on each other, so they give up at once. But gloo waits for a process that was
 # ready, and ended before it was connected, until a time limit. So connecting has a limit of its own.
-# If nobody has ended then, the machine is busy: the next attempt, which is the next generation, has
+# If no process has ended then, the machine is busy: the next attempt, which is the next generation, has
 # twice the time.
 
 
@@ -69,7 +69,7 @@ class Members:
     """The processes of one generation of an elastic run, seen from one of them.
 
     Args:
-        meeting: the records of the run.
+        run_folder: the records of the run.
         number: of this process.
         generation: it, and the processes in it.
         before: the numbers of the processes of the generation before, () at first.
@@ -80,7 +80,7 @@ class Members:
 
     def __init__(
         self,
-        meeting: Meeting,
+        run_folder: RunFolder,
         number: int,
         generation: Generation,
         before: tuple[int, ...],
@@ -92,7 +92,7 @@ class Members:
         self.numbers = generation.numbers
         self.before = before
         self.generation = generation.index
-        self._meeting = meeting
+        self._folder = run_folder
         self._processes = generation
         self._device_type = device_type
         self._local_rank = local_rank
@@ -101,7 +101,7 @@ class Members:
         self._store: Any = None
         if generation.index == 0:
             self._store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        self._beats = _Beats(meeting, number, generation, limit)
+        self._beats = _Beats(run_folder, number, generation, limit)
 
     # -- meeting -----------------------------------------------------------------------------------
 
@@ -125,15 +125,15 @@ class Members:
         _remove_abandoned()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            meeting = Meeting.current(folder)
-            if meeting is not None and _is_live(meeting):
-                return _join_run(meeting, device_type, limit)
+            run_folder = RunFolder.current(folder)
+            if run_folder is not None and _is_live(run_folder):
+                return _join_run(run_folder, device_type, limit)
         return _begin_run(folder, device_type, timeout, limit)
 
     @staticmethod
     def runs_in(folder: Path) -> bool:
         """Return True if a run is in progress in a folder."""
-        meeting = Meeting.current(folder)
+        meeting = RunFolder.current(folder)
         return meeting is not None and _is_live(meeting)
 
     # -- the generation ----------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Members:
         """Return what is known of a loss, or "", as once the run has ended in order."""
         lost = self._lost(self.numbers)
         # In this order: the run has ended for all before one of them ends.
-        if not lost or not self._meeting.is_open:
+        if not lost or not self._folder.is_open:
             return ""
         return f"Process {min(lost)} of the run has ended, or has left it."
 
@@ -158,7 +158,7 @@ class Members:
         """Leave the world without waiting, and return the next generation.
 
         Call it after an error that a lost process has caused, or to take up new processes. Raise a
-        LostProcessError if the others went on without this process.
+        LostProcessError if the others have continued without this process.
         """
         process.leave(waiting=False, keeps_store=True)
         return self._agreed().formed()
@@ -179,7 +179,7 @@ class Members:
             busy: the numbers of the processes that work.
         """
         numbers = {*busy}
-        while self._meeting.is_open:
+        while self._folder.is_open:
             if self._lost(numbers):
                 return "regroup"
             time.sleep(_IDLE_PAUSE)
@@ -197,14 +197,14 @@ class Members:
         numbers = {*self.numbers} if busy is None else {*busy}
         deadline = time.monotonic() + self._limit.total_seconds()
         try:
-            self._meeting.mark("done", self.generation, self.number)
+            self._folder.mark("done", self.generation, self.number)
         except FileNotFoundError:
             raise self._left_behind() from None
         with suppress(FileNotFoundError):  # another process has ended the run
             while True:
                 # In this order: one that has ended does not become done later.
                 lost = self._lost(numbers)
-                missing = numbers - self._meeting.marked("done", self.generation)
+                missing = numbers - self._folder.marked("done", self.generation)
                 if not missing:
                     break
                 if time.monotonic() > deadline:
@@ -220,32 +220,32 @@ class Members:
         """Leave the run, because of an error here: the others go on without this process."""
         self._beats.stop()
         with suppress(FileNotFoundError):
-            self._meeting.mark_gone(self.number)
-            gone = self._meeting.gone()
+            self._folder.mark_gone(self.number)
+            gone = self._folder.gone()
             others = {*self.numbers} - gone
             if not any(self._is_alive(number) for number in others):
-                self._meeting.close()
+                self._folder.close()
         process.leave(waiting=False, keeps_store=True)
 
     def _end(self) -> None:
         self._beats.stop()
-        self._meeting.close()
+        self._folder.close()
 
     # -- who is there ------------------------------------------------------------------------------
 
     def _joiners(self) -> dict[str, ProcessId]:
         """Return the processes that wait to be taken up, by token."""
         joiners: dict[str, ProcessId] = {}
-        for token, request in self._meeting.joiners(self._processes.tokens.values()).items():
+        for token, request in self._folder.joiners(self._processes.tokens.values()).items():
             if request.process.machine == self._here:
                 is_alive = not request.process.has_ended
             else:
-                silence = self._meeting.last_beat(self.number) - request.heard
+                silence = self._folder.last_beat(self.number) - request.heard
                 is_alive = silence < _SILENT * 1e9
             if is_alive:
                 joiners[token] = request.process
             else:
-                self._meeting.withdraw(token)
+                self._folder.withdraw(token)
         return joiners
 
     def _lost(self, numbers: Iterable[int]) -> set[int]:
@@ -255,8 +255,8 @@ class Members:
             if number != self.number and not self._is_alive(number):
                 lost.add(number)
         with suppress(FileNotFoundError):  # the run has ended
-            lost |= self._meeting.gone().intersection(numbers)
-            lost |= self._meeting.marked("come", self.generation + 1).intersection(numbers)
+            lost |= self._folder.gone().intersection(numbers)
+            lost |= self._folder.marked("come", self.generation + 1).intersection(numbers)
         return lost - {self.number}
 
     def _is_alive(self, number: int) -> bool:
@@ -268,7 +268,7 @@ class Members:
             return True
         if not self._processes.is_on_one_machine:
             with suppress(FileNotFoundError):
-                self._meeting.mark_gone(number)  # other machines cannot see it
+                self._folder.mark_gone(number)  # other machines cannot see it
         return False
 
     @property
@@ -291,12 +291,12 @@ class Members:
     def _decided(self) -> Generation:
         """Return the decision on the next generation, once the others have come or are lost."""
         index = self.generation + 1
-        self._meeting.mark("come", index, self.number)
+        self._folder.mark("come", index, self.number)
         deadline = time.monotonic() + self._limit.total_seconds()
-        generation = self._meeting.generation(index)
+        generation = self._folder.generation(index)
         while generation is None:
-            come = self._meeting.marked("come", index)
-            gone = self._meeting.gone()
+            come = self._folder.marked("come", index)
+            gone = self._folder.gone()
             present: list[int] = []
             awaited: list[int] = []
             for number in self.numbers:
@@ -306,17 +306,17 @@ class Members:
                 elif is_left:
                     awaited.append(number)
             if not awaited or time.monotonic() > deadline:
-                generation = self._meeting.decide(self._next_generation(present))
+                generation = self._folder.decide(self._next_generation(present))
             else:
                 time.sleep(_PAUSE)
-                generation = self._meeting.generation(index)
+                generation = self._folder.generation(index)
         return generation
 
     def _of(self, generation: Generation) -> Members:
         """Return the next generation, seen from this process."""
         self._beats.stop()
         return Members(
-            self._meeting,
+            self._folder,
             self.number,
             generation,
             self.numbers,
@@ -365,12 +365,12 @@ class Members:
         if rank == 0:
             address, port = self._serve_store()
         else:
-            address, port = self._wait_for(lambda: self._meeting.store(self.generation))
+            address, port = self._wait_for(lambda: self._folder.store(self.generation))
             self._store = self._client(address, port, timedelta(seconds=limit))
 
-        self._meeting.mark("ready", self.generation, self.number)
+        self._folder.mark("ready", self.generation, self.number)
         everyone = {*self.numbers}
-        self._wait_for(lambda: self._meeting.marked("ready", self.generation) >= everyone)
+        self._wait_for(lambda: self._folder.marked("ready", self.generation) >= everyone)
 
         size = len(self.numbers)
         process.join_again(
@@ -392,13 +392,11 @@ class Members:
         self._store = TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
         )
-        self._meeting.publish_store(self.generation, address, port)
+        self._folder.publish_store(self.generation, address, port)
         return address, port
 
     def _client(self, address: str, port: int, limit: timedelta) -> TCPStore:
         """Connect to the store of this generation."""
-        # If the process that serves it has ended, torch would try again until the limit.
-        self._wait_for(lambda: _listens(address, port))
         return store_within(
             lambda: TCPStore(address, port, is_master=False, timeout=limit),
             limit,
@@ -422,15 +420,6 @@ class Members:
             raise _LostMeanwhileError
 
 
-def _listens(address: str, port: int) -> bool:
-    """Return True if a program listens at a port."""
-    try:
-        socket.create_connection((address, port), 1.0).close()
-    except OSError:
-        return False
-    return True
-
-
 class _LostMeanwhileError(FshardError):
     """A process was lost before its generation was formed."""
 
@@ -443,21 +432,24 @@ class _Beats:
     """
 
     def __init__(
-        self, meeting: Meeting, number: int, generation: Generation, limit: timedelta
+        self, run_folder: RunFolder, number: int, generation: Generation, limit: timedelta
     ) -> None:
-        self._meeting = meeting
+        self._folder = run_folder
         self._limit = limit.total_seconds()
         self._stopped = Event()
         self._heard: dict[int, tuple[int, float]] = {}
         if not generation.is_on_one_machine:
             thread = Thread(
-                target=_beat, args=(meeting, number, self._stopped), name="fshard-beat", daemon=True
+                target=_beat,
+                args=(run_folder, number, self._stopped),
+                name="fshard-beat",
+                daemon=True,
             )
             thread.start()
 
     def is_heard(self, number: int) -> bool:
         """Return True if a process has given a sign of life within the limit."""
-        beat = self._meeting.last_beat(number)
+        beat = self._folder.last_beat(number)
         now = time.monotonic()
         last_beat, since = self._heard.get(number, (-1, now))
         if beat != last_beat:
@@ -470,11 +462,11 @@ class _Beats:
         self._stopped.set()
 
 
-def _beat(meeting: Meeting, number: int, stopped: Event) -> None:
+def _beat(run_folder: RunFolder, number: int, stopped: Event) -> None:
     while not stopped.is_set():
         with suppress(OSError):
-            if meeting.is_open:
-                meeting.beat(number)
+            if run_folder.is_open:
+                run_folder.beat(number)
         stopped.wait(_BEAT)
 
 
@@ -493,22 +485,24 @@ def _begin_run(
     _check_machines(generation, folder)
 
     first_token = f"{rows[0][3]:016x}"
-    meeting = Meeting.at(IN_MEMORY if folder is None else folder, first_token)
+    run_folder = RunFolder.at(IN_MEMORY if folder is None else folder, first_token)
     is_announced = True
     if world.rank == 0:
-        meeting.open()
-        meeting.decide(generation)
+        run_folder.open()
+        run_folder.decide(generation)
         if folder is not None:
-            is_announced = _announce(meeting, folder)
+            is_announced = _announce(run_folder, folder)
     all_gather([0])  # now process 0 has done that
-    verdicts = all_gather([is_announced, meeting.generation(0) == generation])
-    error = _error_of_meeting(folder, verdicts)
+    verdicts = all_gather([is_announced, run_folder.generation(0) == generation])
+    error = _error_of_begin(folder, verdicts)
     if error:
         if world.rank == 0:
-            meeting.close()
+            run_folder.close()
         raise MeshError(error)
 
-    members = Members(meeting, world.rank, generation, (), world.device_type, _local_rank(), limit)
+    members = Members(
+        run_folder, world.rank, generation, (), world.device_type, _local_rank(), limit
+    )
     process.watch_losses(members.find_loss)
     return members
 
@@ -527,18 +521,18 @@ def _check_machines(generation: Generation, folder: Path | None) -> None:
         )
 
 
-def _announce(meeting: Meeting, folder: Path) -> bool:
+def _announce(run_folder: RunFolder, folder: Path) -> bool:
     """Let joiners find a run in its folder; return False if there is another one."""
-    if meeting.announce(folder):
+    if run_folder.announce(folder):
         return True
-    other = Meeting.current(folder)
+    other = RunFolder.current(folder)
     if other is None or _is_live(other):
         return False
     other.close()
-    return meeting.announce(folder)
+    return run_folder.announce(folder)
 
 
-def _error_of_meeting(folder: Path | None, verdicts: list[list[int]]) -> str:
+def _error_of_begin(folder: Path | None, verdicts: list[list[int]]) -> str:
     """Return why a run cannot begin, or "".
 
     Args:
@@ -573,26 +567,26 @@ def _local_rank() -> int:
 # -- joining ---------------------------------------------------------------------------------------
 
 
-def _join_run(meeting: Meeting, device_type: str, limit: timedelta) -> Members | None:
+def _join_run(run_folder: RunFolder, device_type: str, limit: timedelta) -> Members | None:
     """Wait until the others take this process up; return None if the run has ended before that."""
     own = this_process()
     try:
-        token = meeting.ask(own)
+        token = run_folder.request(own)
         next_beat = 0.0
-        newest = meeting.newest()
+        newest = run_folder.newest()
         while newest is not None:
-            following = meeting.generation(newest.index + 1)
+            following = run_folder.generation(newest.index + 1)
             if following is not None and token in following.tokens.values():
-                meeting.withdraw(token)
-                return _taken_up(meeting, newest, following, token, device_type, limit)
+                run_folder.withdraw(token)
+                return _taken_up(run_folder, newest, following, token, device_type, limit)
             if following is not None:
                 newest = following
                 continue
             if time.monotonic() > next_beat:
                 next_beat = time.monotonic() + _BEAT
-                meeting.touch_request(token)
+                run_folder.touch_request(token)
                 if not _has_process(newest):
-                    meeting.withdraw(token)
+                    run_folder.withdraw(token)
                     raise LostProcessError(
                         "All processes of the run have ended before they took this one up."
                     )
@@ -603,7 +597,7 @@ def _join_run(meeting: Meeting, device_type: str, limit: timedelta) -> Members |
 
 
 def _taken_up(
-    meeting: Meeting,
+    run_folder: RunFolder,
     before: Generation,
     generation: Generation,
     token: str,
@@ -613,7 +607,7 @@ def _taken_up(
     """Return the generation that has taken this process up, once its world is formed."""
     number = next(key for key, value in generation.tokens.items() if value == token)
     members = Members(
-        meeting, number, generation, before.numbers, device_type, _local_rank(), limit
+        run_folder, number, generation, before.numbers, device_type, _local_rank(), limit
     )
     return members.formed()
 
@@ -627,18 +621,18 @@ def _has_process(generation: Generation) -> bool:
     return False
 
 
-def _is_live(meeting: Meeting) -> bool:
+def _is_live(run_folder: RunFolder) -> bool:
     """Return True if a process of a run may be alive."""
-    newest = meeting.newest() if meeting.is_open else None
+    newest = run_folder.newest() if run_folder.is_open else None
     return newest is not None and _has_process(newest)
 
 
 def _remove_abandoned() -> None:
     """Remove the folders of runs of this machine all of whose processes were killed."""
     here = this_process().machine
-    for meeting in Meeting.in_memory():
+    for run_folder in RunFolder.in_memory():
         with suppress(OSError, ValueError):  # it has just begun or ended, or is of another user
-            newest = meeting.newest()
+            newest = run_folder.newest()
             is_ours = newest is not None and newest.processes[newest.numbers[0]].machine == here
-            if is_ours and not _is_live(meeting):
-                meeting.close()
+            if is_ours and not _is_live(run_folder):
+                run_folder.close()

@@ -1,9 +1,9 @@
 """`SharesInMemory`: a saved tree whose shares are in the memory of devices.
 
-What a device lacks it asks a holder for. All devices of the mesh read together, and serve each
+A device requests of a holder what it lacks. All devices of the mesh read together, and serve each
 other meanwhile:
 
-    new device    needs of share 0 and 1     has share    asks
+    new device    needs of share 0 and 1     has share    requests
     0             [0 0 0 0]                  0            -
     1             [0 0 1 1]                  1            device 0 for the last bytes of share 0
 """
@@ -21,7 +21,7 @@ from fshard.checkpoint.source import IndexedSource, ReadRange, Target
 from fshard.mesh.layout import Mesh
 from fshard.mesh.reshard.rounds import ROUND
 from fshard.mesh.spmd.run import as_one_device
-from fshard.recovery.exchange import Piece, all_rows, fetch
+from fshard.recovery.exchange import ShareRequest, all_rows, fetch
 
 
 class SharesInMemory(IndexedSource):
@@ -66,10 +66,12 @@ class SharesInMemory(IndexedSource):
             count = max([row[0] for row in all_rows([len(rounds)])])
             for number in range(count):
                 wanted = rounds[number] if number < len(rounds) else []
-                pieces: list[Piece] = []
+                requests: list[ShareRequest] = []
                 for owner, needed in wanted:
-                    pieces.append(Piece(self._holders[owner], owner, needed.byte, needed.size))
-                arrived = fetch(pieces, self._shares, number)
+                    requests.append(
+                        ShareRequest(self._holders[owner], owner, needed.byte, needed.size)
+                    )
+                arrived = fetch(requests, self._shares, number)
                 for (_, needed), content in zip(wanted, arrived, strict=True):
                     _put(content, needed)
 
@@ -88,13 +90,13 @@ def _in_rounds(
     current: list[tuple[int, ReadRange]] = []
     free = ROUND
     for owner, needed in ranges:
-        for piece in _cut(needed):
-            if piece.size > free and current:
+        for part in _cut(needed):
+            if part.size > free and current:
                 yield current
                 current = []
                 free = ROUND
-            current.append((owner, piece))
-            free -= piece.size
+            current.append((owner, part))
+            free -= part.size
     if current:
         yield current
 

@@ -23,8 +23,8 @@ from fshard.errors import LostStateError
 from fshard.mesh.layout import Mesh
 from fshard.mesh.reshard.rounds import ROUND
 from fshard.mesh.spmd.run import run_on_devices
-from fshard.recovery.copies import Found, Key, Shelf, Version
-from fshard.recovery.exchange import Piece, all_bytes, fetch
+from fshard.recovery.copies import Found, Shelf, Version, VersionKey
+from fshard.recovery.exchange import ShareRequest, all_bytes, fetch
 
 
 class Holding(NamedTuple):
@@ -35,7 +35,7 @@ class Holding(NamedTuple):
         is_first: True if nothing was saved before the version.
     """
 
-    key: Key
+    key: VersionKey
     owners: int
     owner: int
     size: int
@@ -56,13 +56,13 @@ def holdings(shelves: Mapping[int, Shelf]) -> list[Holding]:
     return result
 
 
-def choose(table: Iterable[Holding]) -> tuple[Key, dict[int, list[Holding]]] | None:
+def choose(table: Iterable[Holding]) -> tuple[VersionKey, dict[int, list[Holding]]] | None:
     """Return the last version whose shares are all there, and who has each.
 
     None if there was none yet: the first one may not have been complete. Raise a `LostStateError`
     if there were others.
     """
-    versions: dict[Key, dict[int, list[Holding]]] = defaultdict(lambda: defaultdict(list))
+    versions: dict[VersionKey, dict[int, list[Holding]]] = defaultdict(lambda: defaultdict(list))
     missing_by_version: list[list[int]] = []
     has_others = False
     for row in table:
@@ -124,14 +124,14 @@ def _find(device: int, name: int, shelf: Shelf, members: Sequence[int]) -> Found
         other, table = json.loads(content)
         names.append(other)
         for (generation, number), *fields in table:
-            rows.append(Holding(Key(generation, number), *fields))
+            rows.append(Holding(VersionKey(generation, number), *fields))
     choice = choose(rows)
     if choice is None:
         return None
 
     key, holders = choice
     own = next(_versions({name: shelf}, key), None)
-    # Any process that has the version tells the others of its tree, which new ones do not know.
+    # Any process that has the version sends its index to the others: new ones have none.
     texts = all_bytes(json.dumps([own.step, own.text]).encode() if own else b"")
     step, text = json.loads(next(filter(None, texts)))
     if own is None:
@@ -161,16 +161,16 @@ def _fetched(
     """Return a share that only a process outside of the new mesh has, on its receiver."""
     parts: list[Tensor] = []
     for number, begin in enumerate(range(0, row.size, ROUND)):
-        pieces: list[Piece] = []
+        requests: list[ShareRequest] = []
         if is_receiver:
-            pieces = [Piece(holder, row.owner, begin, min(ROUND, row.size - begin))]
-        parts += [part.clone() for part in fetch(pieces, shares, number)]
+            requests = [ShareRequest(holder, row.owner, begin, min(ROUND, row.size - begin))]
+        parts += [part.clone() for part in fetch(requests, shares, number)]
     if not is_receiver:
         return None
     return torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
 
 
-def _versions(shelves: Mapping[int, Shelf], key: Key) -> Iterator[Version]:
+def _versions(shelves: Mapping[int, Shelf], key: VersionKey) -> Iterator[Version]:
     """Yield what devices have of a version."""
     for shelf in shelves.values():
         for version in shelf.versions:

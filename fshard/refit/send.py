@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fshard.checkpoint.save import run_token
 from fshard.errors import RefitError
 from fshard.mesh.collectives.api import all_gather, all_to_all, psum
 from fshard.mesh.collectives.ledger import uncounted
@@ -49,8 +50,8 @@ from fshard.refit.traced import Target, Trace
 from fshard.source import Site, call_site
 
 _CALLER = "Refit.send"
-_refits: dict[tuple[int, ...], int] = defaultdict(int)
-"""The number of refits between the same devices, which make them in one order.
+_refits: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+"""The number of refits between the same devices of one world, which make them in one order.
 
 It names their decisions. Devices of neither mesh need not count them.
 """
@@ -129,8 +130,9 @@ class Refit:
         self._cast_leaves: set[int] = set()
         if self._meeting is not None:
             devices = self._meeting.devices
-            _refits[devices] += 1
-            name = f"refit/{'-'.join(map(str, devices))}/{_refits[devices]}"
+            key = run_token(), devices  # new processes of a later world have counted none before it
+            _refits[key] += 1
+            name = f"refit/{'-'.join(map(str, devices))}/{_refits[key]}"
             self._attempts = Attempts(name, self._meeting)
             self._all_rounds = self._plan_rounds(self._meeting)
         self._sent: dict[int, list[Tensor]] = {}  # with a delta: copies, by the number of a device

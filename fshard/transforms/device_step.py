@@ -125,13 +125,18 @@ class ModelStep:
         """
         options, runtime, slices = self.options, self.runtime, self.slices
         turns = slices.turns()
+        recorder = runtime.context.recorder
         outputs = list[SliceOutput]()
         for turn in turns:
             is_last = turn is turns[-1]
             is_reduced = self.trees is None and (is_last or not options.reduce_once)
             runtime.begin_slice()
+            if recorder is not None:
+                recorder.begin_slice(turn.number)
             with slices.running(turn), torch.set_grad_enabled(options.backward):
                 values = self._evaluate_loss(turn)
+                if recorder is not None:
+                    recorder.record("loss", "", values.loss)
                 self.agree_on_axes(values.loss.device)
                 # Here the host waits for the weights of `weight=`: the forward is launched already.
                 weight = turn.weight

@@ -63,6 +63,7 @@ from fshard.transforms.fsdp.plans import (
     plan_param,
     validate_ties_frozen,
 )
+from fshard.transforms.fsdp.recording import DeviceRecorder, ValueRecorder
 from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import StepOptions
@@ -142,7 +143,10 @@ class ParamTree(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """The inputs of a step on all devices of the caller; `key` is that of random draws."""
+    """The inputs of a step on all devices of the caller.
+
+    `key` is that of random draws. `recorder` records the step, if there is one.
+    """
 
     params: ParamTree
     batch: Batch
@@ -150,6 +154,7 @@ class StepInputs(NamedTuple):
     key: int
     scale: float
     site: Site
+    recorder: ValueRecorder | None = None
 
     def slices(self, options: StepOptions, device_index: int) -> DeviceSlices:
         """Return the slices of the local device at an index, which calls this."""
@@ -274,7 +279,13 @@ class GradientFunction:
         return self.program.differentiable(self.options, mesh, self.specs, params, batch)
 
     def run(
-        self, params: PyTree, buffers: PyTree, batch: PyTree, site: Site, scale: float = 1.0
+        self,
+        params: PyTree,
+        buffers: PyTree,
+        batch: PyTree,
+        site: Site,
+        scale: float = 1.0,
+        recorder: ValueRecorder | None = None,
     ) -> tuple[StepValue, PyTree]:
         """Run forward and backward on all devices; return the loss, and gradients in their layouts.
 
@@ -285,6 +296,8 @@ class GradientFunction:
         if not mesh.is_member:
             return self._run_outside(mesh, params, buffers)
         plans, inputs = self._prepare(mesh, params, buffers, batch, site, scale)
+        if recorder is not None:
+            inputs = inputs._replace(recorder=recorder)
         claim(inputs.params.leaves, "parameters")
         claim(buffers, "buffers")
         devices = local_devices(mesh)
@@ -480,7 +493,11 @@ class ModelProgram:
         """Return the step of a device, the local one at `index`."""
         device = inputs.batch.devices[index]
         params = inputs.params
-        runtime = ParamRuntime(plans, params.shards(index), device, options, inputs.site)
+        shards = params.shards(index)
+        recorder: DeviceRecorder | None = None
+        if inputs.recorder is not None:
+            recorder = inputs.recorder.on_device(require(options.caller).number)
+        runtime = ParamRuntime(plans, shards, device, options, inputs.site, recorder)
         return ModelStep(
             inputs.slices(options, index),
             runtime,
@@ -511,6 +528,9 @@ class ModelProgram:
             gathers = describe_gathers(mesh, runtimes)
             if gathers:
                 error.add_note(f"{caller}: {gathers}")
+        # The frames of the error hold the graph, which holds the runtime, which would hold them all.
+        for step in steps.values():
+            step.runtime.close(wait=False)
         has_refused = isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error)
         if plans.keeps_saved or not has_refused:
             return False

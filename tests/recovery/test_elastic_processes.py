@@ -266,3 +266,49 @@ def test_processes_that_wait_in_vain_raise(tmp_path):
         assert "CollectiveTimeoutError" in errors  # the other one may have seen this one leave
     finally:
         run.close()
+
+
+def keeps_an_array(run, write):
+    """Be a process of a program that uses an array of the generation before."""
+    before = []
+    texts = []
+
+    def program(elastic_run):
+        layout = fs.Layout(elastic_run.mesh, fs.P("data"))
+        x = fs.device_put(torch.arange(12.0), layout)
+        for old in before:
+            for use in (lambda old: old + x, fs.unshard):
+                with pytest.raises(fs.errors.FshardError) as error:
+                    use(old)
+                texts.append(str(error.value))
+        before.append(x)
+        if elastic_run.latest is not None:
+            elastic_run.restore({"x": x})
+        write(devices=elastic_run.mesh.size)
+        while not stops(run, elastic_run, 0):
+            elastic_run.save(1, {"x": x})
+
+    trained.STEPS = 1
+    folder = fs.Checkpoints(run.folder, every=1000)
+    fs.elastic(trained.of_count, folder=folder)(program)()
+    write(end="returned", texts=texts)
+
+
+def test_an_array_of_a_generation_before_raises(tmp_path):
+    """Its mesh looks like the new one, but device 1 is another process now."""
+    run = Run(tmp_path)
+    try:
+        run.start(3, keeps_an_array)
+        wait_until(lambda: run.last(2).get("devices") == 3, 40)
+        run.kill(1)
+        wait_until(lambda: run.last(2).get("devices") == 2, 40)
+        run.start(1, keeps_an_array)
+        wait_until(lambda: run.last(3).get("devices") == 3, 40)
+        run.stop_file.touch()
+        wait_for_end(run, [0, 2, 3])
+
+        texts = run.last(2)["texts"]
+        assert len(texts) == 6
+        assert any("made before processes were lost or joined" in text for text in texts)
+    finally:
+        run.close()

@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import fshard as fs
+from fshard.checkpoint.snapshot import TreeSnapshot
 from fshard.recovery.copies import Copies, Shelf
 from tests.mesh.runtimes import fake_device, nccl_rules
 from tests.mesh.runtimes.nccl_rules import NcclRules
@@ -39,7 +40,7 @@ MOMENTS = {
     "started copy": (NcclRules, "end_batch", "after"),
     "save": (Copies, "save", "before"),
     "meeting": (Shelf, "complete", "after"),
-    "staging": (Copies, "_staged", "after"),
+    "staging": (TreeSnapshot, "staged", "after"),
     "end of save": (Copies, "save", "after"),
 }
 """The function before or after which a process is killed, from its third step on."""
@@ -81,7 +82,6 @@ made = Made()
 def train(name, steps, seconds, deaths, options, run, write):
     """Be a process of an elastic run on the device; some processes kill themselves."""
     fake_device.install()
-    import faulthandler; faulthandler.dump_traceback_later(22)
     trained.plain = lambda tree: tree_map_only(torch.Tensor, lambda x: x.cpu(), fs.unshard(tree))
     save = Copies.save
 

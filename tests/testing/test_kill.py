@@ -4,6 +4,8 @@ The oracle of what a death leaves behind is a program on another mesh, which run
 its bits, and those of the next random draw, are those of before.
 """
 
+import contextlib
+import gc
 from functools import cache
 
 import pytest
@@ -14,6 +16,7 @@ from fshard import P
 from fshard.errors import LostProcessError, ScopeError
 from fshard.mesh.layout import flatten
 from fshard.mesh.spmd.moments import PHASES
+from fshard.mesh.spmd.scope import here
 from tests.helpers.processes import not_under_rules, run_processes
 from tests.helpers.some_devices import LOOPS, PROGRAMS, run_program
 
@@ -58,7 +61,19 @@ def next_results():
     torch.manual_seed(0)
     _, program = PROGRAMS["zero 3 reproducible"]
     params, _, metrics = program(fs.make_mesh({"data": 2}, devices=(4, 5)))
-    return [*flatten(fs.unshard((params, metrics)))[0], torch.rand(3)]
+    return [*flatten(fs.unshard((params, metrics)))[0], torch.rand(3), *settings()]
+
+
+def settings():
+    """Return what is set for all code of the thread, or of the process."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.autograd.is_multithreading_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        here() is None,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +103,7 @@ def test_moments_of_a_program_have_the_phases_of_its_mode(name):
 
 @pytest.mark.parametrize(
     ("name", "is_nested"),
-    [*[(name, False) for name in CASES], ("zero 3 reproducible", True), ("1f1b", True)],
+    [*[(name, False) for name in CASES], ("zero 3 donating in bf16", True), ("1f1b", True)],
 )
 def test_kill_at_any_moment_raises_and_leaves_no_trace(name, is_nested, expected_results):
     for device, row in moments_of(name, is_nested=is_nested).items():
@@ -143,6 +158,21 @@ def test_step_after_a_kill_has_the_bits_of_a_new_one(is_nested):
             with fs.testing.kill(device, at=moment), pytest.raises(LostProcessError):
                 run_step(*step)
             assert is_equal(taken(*step), expected)
+
+
+@pytest.mark.parametrize("phase", ["reduce", "agree"])
+def test_killed_step_leaves_no_tensors(phase):
+    def count_of_tensors():
+        gc.collect()
+        return sum(type(x) is torch.Tensor for x in gc.get_objects())
+
+    def killed():
+        with fs.testing.kill(1, at=(phase, 1)), contextlib.suppress(LostProcessError):
+            run_program("zero 0")
+        return count_of_tensors()
+
+    counts = [killed() for _ in range(4)]
+    assert counts[-1] <= counts[1]
 
 
 def test_moments_of_a_step_are_in_the_order_of_the_program():

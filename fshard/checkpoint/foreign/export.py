@@ -30,6 +30,7 @@ from torch import Tensor, UntypedStorage, nn
 from fshard.checkpoint.copying import full_span
 from fshard.checkpoint.files import DTYPES, bytes_of, disk, make_folder, named_errors
 from fshard.checkpoint.foreign.formats import PEFT, PEFT_CONFIG, SAFETENSORS
+from fshard.checkpoint.form import calling_device
 from fshard.checkpoint.names import (
     TreePath,
     build,
@@ -39,7 +40,7 @@ from fshard.checkpoint.names import (
     opened,
 )
 from fshard.checkpoint.save import next_token, snapshot, write
-from fshard.checkpoint.snapshot import as_device_of, calling_device
+from fshard.checkpoint.snapshot import as_device_of
 from fshard.checkpoint.source import SavedFolder, Source, Target
 from fshard.errors import CheckpointError
 from fshard.mesh.collectives.api import pmax

@@ -1,4 +1,4 @@
-"""Count the results of collectives for their receivers, in `fshard.memory.limit`.
+"""Count the results of collectives for their receivers, in `fshard.memory.limit`; let audits listen.
 
 The buffers of transports are not counted. From its start until its end a collective counts as large
 as its results, and its arguments are kept: so a program has one peak on all runtimes.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout.counting import counting, without_counters
+from fshard.mesh.layout.counting import HeardMessage, MessageListener, counting, without_counters
 from fshard.mesh.spmd.moments import listeners, reach_as
 
 if TYPE_CHECKING:
@@ -66,12 +66,18 @@ class Delivery:
 
 
 def world_of(group: Group) -> World:
-    """Return the world that runs a group's collectives; within a limit, one that counts results."""
+    """Return the world that runs a group's collectives.
+
+    Within a limit it counts results; in an audit its tensors are listened to.
+    """
     world = group.world.current()
     if listeners and group.size > 1:
         reach_as(group.number, "collective", world.runtime)
-    if counting().counters:
-        return cast("World", _CountedWorld(world))
+    counts = counting()
+    if counts.counters:
+        world = cast("World", _CountedWorld(world))
+    if counts.listener is not None:
+        world = cast("World", _HeardWorld(world, counts.listener))
     return world
 
 
@@ -104,3 +110,63 @@ class _CountedWorld:
     def send(self, *args: Any) -> None:
         with without_counters():
             self.world.send(*args)
+
+
+@dataclass(frozen=True)
+class _HeardWorld:
+    """A world whose tensors a listener takes, as they are sent and as they arrive."""
+
+    world: World
+    listener: MessageListener
+
+    def start(
+        self,
+        move: Wired,
+        xs: tuple[Tensor, ...],
+        group: Group,
+        site: Site,
+        purpose: Purpose = "values",
+        dtype: torch.dtype | None = None,
+    ) -> Pending:
+        subject = f"{move.name} over {'+'.join(group.axes)}"
+        parcel = self.listener.begin(group.number, subject, group.base, receives=True)
+        if has_values(move, group):
+            self.listener.sent(parcel, xs)
+        pending = self.world.start(move, xs, group, site, purpose, dtype)
+        return cast("Pending", _HeardDelivery(pending, self.listener, parcel))
+
+    def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, *rest: Any) -> Pending:
+        subject = f"message of device {group.number_of(source)} to device {group.number}"
+        parcel = self.listener.begin(group.number, subject, group.base, receives=True)
+        pending = self.world.receive(likes, group, source, *rest)
+        return cast("Pending", _HeardDelivery(pending, self.listener, parcel))
+
+    def send(self, xs: tuple[Tensor, ...], group: Group, to: int, *rest: Any) -> None:
+        subject = f"message of device {group.number} to device {group.number_of(to)}"
+        parcel = self.listener.begin(group.number, subject, group.base, receives=False)
+        self.listener.sent(parcel, xs)
+        self.world.send(xs, group, to, *rest)
+
+
+def has_values(move: Wired, group: Group) -> bool:
+    """Return True if the calling device gives values to a collective.
+
+    To a broadcast all but one device give memory for the result.
+    """
+    from fshard.mesh.collectives.moves import Broadcast  # which imports this module
+
+    return not isinstance(move, Broadcast) or group.index == move.source
+
+
+@dataclass(frozen=True)
+class _HeardDelivery:
+    """A collective or message in progress, whose results a listener takes."""
+
+    pending: Pending
+    listener: MessageListener
+    parcel: HeardMessage
+
+    def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
+        results = self.pending.wait(into)
+        self.listener.received(self.parcel, results)
+        return results

@@ -48,6 +48,7 @@ COUNTED = (
     "broadcast",
     "send",
     "reshard",
+    "copy",
 )
 """Collectives, by the names of rows."""
 

@@ -1,7 +1,8 @@
-"""`Counting`: the ledgers and counters of the collectives and the storages of the calling code.
+"""`Counting`: what counts or records the collectives and the storages of the calling code.
 
     ledgers    the bytes that collectives send: `fs.ledger`
     counters   the storages of every device: `fs.memory.limit`
+    listener   the tensors that are sent and received: `fs.audit`
 
 It is a fact of a thread: any operation of torch makes storages, and takes no argument for it.
 """
@@ -95,6 +96,38 @@ class StorageCounter(Protocol):
         ...
 
 
+class HeardMessage(NamedTuple):
+    """A message or collective, as a listener knows it.
+
+    Args:
+        device: the number of the device that sends or receives.
+        subject: of the message: equal on all devices that take part, as `group` is.
+        group: the first device of those that take part.
+        number: of such messages of the device, in the order of their starts; from 0.
+    """
+
+    device: int
+    subject: str
+    group: int
+    number: int
+
+
+class MessageListener(Protocol):
+    """Takes the tensors that devices send to each other: see `fshard.auditing`."""
+
+    def begin(self, device: int, subject: str, group: int, *, receives: bool) -> HeardMessage:
+        """Count a message that a device receives, or else sends."""
+        ...
+
+    def sent(self, parcel: HeardMessage, xs: Sequence[Tensor]) -> None:
+        """Take the tensors that a device gives to a collective, or sends."""
+        ...
+
+    def received(self, parcel: HeardMessage, xs: Sequence[Tensor]) -> None:
+        """Take the results of a collective on a device, or a message that it gets."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Counting:
     """The ledgers and counters of the calling code, and labels of its new storages.
@@ -107,6 +140,7 @@ class Counting:
         site: the line of new storages where no line of the user is being executed.
         memory: of new storages; None for the memory of an operation's arguments.
         owner: the device that new storages belong to, outside of any device's scope.
+        listener: takes what is sent and received.
     """
 
     ledgers: tuple[CollectiveCounter, ...] | None = None
@@ -115,6 +149,7 @@ class Counting:
     site: Site | None = None
     memory: Memory | None = None
     owner: int | None = None
+    listener: MessageListener | None = None
 
 
 _counting: ContextVar[Counting] = ContextVar(

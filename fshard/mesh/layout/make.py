@@ -64,6 +64,8 @@ def make_mesh(
     if isinstance(device, torch.device):
         device = device.type
     mesh = Mesh(pairs, runtime, choose_device_type(runtime, device), None, numbers)
+    if runtime == "process":
+        mesh = replace(mesh, world=process.world_number())
 
     if timeout is not None and runtime != "process":
         raise MeshError(
@@ -231,7 +233,7 @@ def _fill_size(
 
 
 def choose_device_type(runtime: Runtime, device: str | None) -> str:
-    """Return the type of a mesh's devices; raise if there are none of the type that is asked for."""
+    """Return the type of a mesh's devices; raise if there are none of a required type."""
     if runtime == "abstract":
         if device not in (None, "meta"):
             raise MeshError(
@@ -286,7 +288,8 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     axes = tuple(zip(names, device_mesh.mesh.shape, strict=True))
     is_ordered = ranks == tuple(range(dist.get_world_size()))
     numbers = None if is_ordered else ranks
-    mesh = Mesh(axes, "process", device_mesh.device_type, None, numbers)
+    world = process.world_number()
+    mesh = Mesh(axes, "process", device_mesh.device_type, None, numbers, world=world)
     if dist.get_rank() not in ranks:
         return _without_caller(mesh)
     process.use_groups(mesh, device_mesh)

@@ -64,6 +64,8 @@ class Mesh(CachedHash):
         zigzag: an axis along which shards of arrays are in zigzag order: see `arithmetic.zigzag`.
             For operations on arrays.
         is_varying: arrays on it are those of a loss function: see `mesh/reshard/varying.py`.
+        world: the number of the world of processes: those that have left one for another, as in an
+            elastic run, make other meshes there. So arrays of the two do not mix.
         is_member: False on a process, or in a virtual device of a run, that is not among the
             devices. There the mesh is abstract: see Note [Outside of a mesh].
 
@@ -82,6 +84,7 @@ class Mesh(CachedHash):
     zigzag: str | None = None
     is_varying: bool = False
     is_member: bool = True
+    world: int = 0
 
     def __post_init__(self) -> None:
         errors: list[str] = []

@@ -258,7 +258,8 @@ def meeting_of(before: Mesh, after: Mesh) -> Mesh | None:
 
 def mesh_of_numbers(numbers: tuple[int, ...], like: Mesh) -> Mesh:
     """Return a mesh of one axis, of devices in the world of another mesh."""
-    return Mesh(((AXIS, len(numbers)),), like.runtime, like.device_type, None, numbers)
+    axes = ((AXIS, len(numbers)),)
+    return Mesh(axes, like.runtime, like.device_type, None, numbers, world=like.world)
 
 
 def numbers_held(mesh: Mesh) -> list[int]:

@@ -35,7 +35,6 @@ from fshard.errors import (
     MeshError,
     MismatchError,
 )
-from fshard.mesh.alive import ProcessId, this_process
 from fshard.mesh.collectives.moves import unreceived_text
 from fshard.mesh.layout import Mesh
 from fshard.mesh.layout.packing import cast, split
@@ -49,6 +48,7 @@ from fshard.mesh.runtimes.process_group import GroupTransport
 from fshard.mesh.runtimes.thread_state import random_state, set_random_state
 from fshard.mesh.runtimes.transport import Transport, Works
 from fshard.mesh.runtimes.watch import Watch, open_store, publish_leaving, watching
+from fshard.mesh.shared_memory.alive import ProcessId, this_process
 from fshard.mesh.shared_memory.meet import all_gather, file_system_id, meet
 from fshard.mesh.shared_memory.peers import Peers
 from fshard.mesh.shared_memory.transport import SharedMemory
@@ -78,17 +78,24 @@ class ProcessState:
     Args:
         world: the world of processes, None before `join` and after `leave`.
         meshes: torch's meshes of meshes of that world, whose groups collectives use.
+        joined: the number of worlds that this process has joined before.
         process: the number of the process that joined: a fork of it must not leave.
         has_made_groups: whether `join` has made torch's default group, or the program.
     """
 
     world: ProcessWorld | None = None
     meshes: dict[Mesh, DeviceMesh] = field(default_factory=dict["Mesh", DeviceMesh])
+    joined: int = 0
     process: int | None = None
     has_made_groups: bool = False
 
 
 _state = ProcessState()
+
+
+def world_number() -> int:
+    """Return the number of the world of processes: 0, unless this process has left others."""
+    return _state.joined
 
 
 def has_ended(rank: int) -> bool:
@@ -152,6 +159,11 @@ class ProcessWorld:
     def of(mesh: Mesh) -> ProcessWorld:
         """Return the world of a mesh; `make_mesh` joined it."""
         world = _state.world
+        if mesh.world != _state.joined:
+            raise MeshError(
+                f"{mesh} was made before processes were lost or joined, and its arrays are on other "
+                "processes. Make meshes and arrays anew, in the function of fs.elastic."
+            )
         if world is not None and world._works.error is not None:
             world._works.raise_error()
         if world is None or not dist.is_initialized():
@@ -675,7 +687,8 @@ def everyone() -> Mesh | None:
     world = _state.world
     if world is None:
         return None
-    return Mesh((("device", dist.get_world_size()),), "process", world.device_type)
+    axes = (("device", dist.get_world_size()),)
+    return Mesh(axes, "process", world.device_type, world=world_number())
 
 
 def machines_of(mesh: Mesh) -> tuple[int, ...]:
@@ -752,6 +765,7 @@ def join_again(
         raise_if_lost: raises if one of them has ended; called while this process waits for them.
     """
     import_module("torch.distributed.nn.functional")  # as in `join`
+    _state.joined += 1
     _note_joined(has_made_groups=True)
     try:
         meet_again(device_type, info, store, connect_limit)

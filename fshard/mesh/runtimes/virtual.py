@@ -387,8 +387,12 @@ class VirtualWorld(OneProcessWorld):
 
     def _raise_failure(self) -> None:
         """Raise the first error of a device, or the loss of one, unless survivors have caught it."""
-        if self._failure is not None:
-            self._raise_error_of(*self._failure)
+        failure = self._failure
+        # Tensors in the frames of the error may hold this world by their graph, where Python finds
+        # no cycles: so this must not hold the error.
+        self._failure = None
+        if failure is not None:
+            self._raise_error_of(*failure)
         if not self._has_recovered():
             raise lost_error(self.mesh)
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 READ_INTERVAL = 0.05
 """Seconds between two reads of the store."""
 _HAS_LEFT = "has left"
-"""The state of a process that goes on in another world."""
+"""The state of a process that has joined another world."""
 MIN_PAUSE, MAX_PAUSE = 0.0002, 0.005
 """Seconds to sleep between two checks whether a wait has ended: at first, and at most."""
 
@@ -322,7 +322,7 @@ def open_store() -> Any:
 
 
 def publish_leaving() -> None:
-    """Publish that this process goes on in another world, so that none waits for its calls."""
+    """Publish that this process leaves for another world, so that none waits for its calls."""
     with contextlib.suppress(dist.DistError, ValueError):  # as in `compare_failed`
         open_store().set(f"left/{dist.get_rank()}", "")
 

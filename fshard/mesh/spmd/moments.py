@@ -6,15 +6,16 @@
     reduce        the reduction of a bucket of gradients starts
     agree         numbers are summed over devices: losses, metrics, and what must be equal
     update        the optimizer gets the gradients
-    copy          a share of an elastic run is copied to a neighbour
+    copy          a share of the state is copied to a neighbour
     save          a share of a checkpoint is to be written, is written, is to be committed
     collective    any collective or message starts, those of other phases too
 
 `fs.testing.kill` listens, and ends a device there. Without a listener a moment costs one look at an
-empty list:
+empty list, and no call:
 
     if listeners:
-        reach("update")
+        reach("forward")                # as the device that the code runs as
+        reach_on(mesh, "update")        # in code that runs for all devices of the caller
 """
 
 from __future__ import annotations

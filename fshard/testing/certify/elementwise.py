@@ -13,9 +13,10 @@ from fshard.optim.contract import Optimizer, pure_step
 from fshard.optim.leaves import Leaf, Leaves, trainable
 from fshard.optim.per_device.run import on_arrays
 from fshard.optim.sharding import ShardKind, kinds_of
+from fshard.rounding import largest
 from fshard.testing.certificate import first_of
 from fshard.testing.certify.runs import shards_of
-from fshard.testing.verdicts import Comparison, judge, largest
+from fshard.testing.verdicts import Comparison, judge
 from fshard.transforms.patterns import named, parts_of
 
 

@@ -22,17 +22,9 @@ from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.reshard.device_put import shard_of
 from fshard.mesh.spmd.run import local_devices
 from fshard.optim.leaves import Leaf, Leaves, is_frozen
+from fshard.rounding import TOLERANCES, bound_of, largest, widest
 from fshard.testing.certificate import Certificate, CertificateRow, first_of
-from fshard.testing.verdicts import (
-    TOLERANCES,
-    Comparison,
-    Shards,
-    bound_of,
-    float64_by_default,
-    judge,
-    largest,
-    widest,
-)
+from fshard.testing.verdicts import Comparison, Shards, float64_by_default, judge
 from fshard.transforms.options import PrecisionOptions
 
 SUBJECTS = {"grads": "gradient", "params": "parameter", "buffers": "buffer"}

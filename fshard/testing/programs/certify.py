@@ -10,10 +10,10 @@ import torch
 
 from fshard.errors import PromiseError
 from fshard.launching.pool import Processes
+from fshard.rounding import TOLERANCES
 from fshard.testing.certificate import Certificate, CertificateRow
 from fshard.testing.programs.compare import Axes, joined_batch, judge_ranks
 from fshard.testing.programs.record import Program, RankRecord, record
-from fshard.testing.verdicts import TOLERANCES
 
 UNSEEN = (
     "It does not see: other batches and later steps, buffers such as BatchNorm's, random draws, an "

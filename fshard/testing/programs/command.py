@@ -9,8 +9,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fshard.rounding import TOLERANCES
 from fshard.testing.programs.certify import certify_program
-from fshard.testing.verdicts import TOLERANCES
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCES}
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fshard.errors import PromiseError
 from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.rounding import TOLERANCES, bound_of, largest
 from fshard.testing.certificate import CertificateRow
 from fshard.testing.programs.record import RankRecord, rows_of
-from fshard.testing.verdicts import TOLERANCES, Comparison, Shards, bound_of, judge, largest
+from fshard.testing.verdicts import Comparison, Shards, judge
 
 Axes = Mapping[str, int]
 

@@ -47,6 +47,7 @@ from fshard.transforms.fsdp.plans import (
     ReductionPlans,
     UnitPlan,
 )
+from fshard.transforms.fsdp.recording import DeviceRecorder, Phase
 from fshard.transforms.options import StepOptions
 
 AccumulateInto = Callable[[UnitPlan, Gradients], None]
@@ -90,6 +91,7 @@ class Reducer:
         options: of the step.
         site: the source line of the step.
         wide: True if sums of several slices are reduced in at least 32 bits.
+        recorder: of the device, if the step is recorded.
 
     `used` is True for each parameter that this device has used; `sums` are the reduced gradients. A
     gradient whose layout is on the host is sent there when it is reduced, and added there.
@@ -103,12 +105,14 @@ class Reducer:
         site: Site,
         *,
         wide: bool,
+        recorder: DeviceRecorder | None = None,
     ) -> None:
         self.leaves = leaves
         self.device = device
         self.options = options
         self.site = site
         self.wide = wide
+        self.recorder = recorder
         self._along: Along = ()
         self.used = [False] * len(leaves)
         self.sums: list[Tensor | None] = [None] * len(leaves)
@@ -159,7 +163,16 @@ class Reducer:
                 gradients[position] = None  # instead of times 0: it may be infinite
             elif g.is_sparse:
                 gradients[position] = g.to_dense()
+        if self.recorder is not None:
+            self._show("gradient", indices, gradients)
         return gradients
+
+    def _show(self, phase: Phase, indices: Sequence[int], gs: Sequence[Tensor | None]) -> None:
+        """Show gradients to the recorder."""
+        assert self.recorder is not None
+        for index, g in zip(indices, gs, strict=True):
+            if g is not None:
+                self.recorder.record(phase, self.leaves[index].path, g)
 
     def cast(self, indices: Sequence[int], gs: Sequence[Tensor | None]) -> Gradients:
         """Cast gradients to the dtypes that they are reduced in."""
@@ -203,6 +216,8 @@ class Reducer:
             reach("reduce")
         indices, xs = zip(*self._bucket, strict=True)
         self._clear()
+        if self.recorder is not None:
+            self._show("sum of gradients", indices, xs)
         self._advance()
         plans = [self._plans[index] for index in indices]
         with purpose("gradients"):
@@ -241,7 +256,10 @@ class Reducer:
         indices: list[int] = []
         gs: list[Tensor] = []
         of_host: dict[int, Tensor] = {}
-        for index, g in zip(pending.indices, pending.reshard.wait(), strict=True):
+        reduced = pending.reshard.wait()
+        if self.recorder is not None:
+            self._show("reduced gradient", pending.indices, reduced)
+        for index, g in zip(pending.indices, reduced, strict=True):
             if self.leaves[index].gradient.memory == "host":
                 of_host[index] = g
             else:

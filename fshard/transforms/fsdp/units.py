@@ -31,6 +31,7 @@ from fshard.mesh.spmd.moments import listeners, reach
 from fshard.mesh.spmd.scope import Scope, entered, require
 from fshard.source import Site
 from fshard.transforms.fsdp.plans import UnitPlan
+from fshard.transforms.fsdp.recording import DeviceRecorder, Phase
 from fshard.transforms.module.replica import Replica
 from fshard.transforms.options import StepOptions
 
@@ -44,19 +45,21 @@ class StepContext:
         site: the source line of the step.
         scope: of the device.
         device: that computes: shards may be stored elsewhere.
+        recorder: of the device, if the step is recorded.
     """
 
     options: StepOptions
     site: Site
     scope: Scope
     device: torch.device
+    recorder: DeviceRecorder | None = None
     _replicas: list[Replica] = field(default_factory=list[Replica])
 
     @staticmethod
-    def of(options: StepOptions, site: Site) -> StepContext:
+    def of(options: StepOptions, site: Site, recorder: DeviceRecorder | None = None) -> StepContext:
         """Return the context of a step of the calling device."""
         scope = require(options.caller)
-        return StepContext(options, site, scope, compute_device(scope.mesh))
+        return StepContext(options, site, scope, compute_device(scope.mesh), recorder)
 
     def use(self, replica: Replica) -> None:
         """Record a module copy that has parameters of the step installed until it ends."""
@@ -144,6 +147,8 @@ class Unit:
             if self.plan.is_sharded:
                 if listeners:
                     reach("gather")
+                if self.context.recorder is not None:
+                    self._record("shard", xs)
                 plans = [plan.gather for plan in params]
                 self.pending = start_reshard(xs, plans, site, ahead=True, dtypes=dtypes)  # (4)
                 return
@@ -151,6 +156,8 @@ class Unit:
                 xs = cast(xs, dtypes)
             self.values = [x.reshape(plan.shape) for x, plan in zip(xs, params, strict=True)]
             self._versions = versions_of(self.values)
+            if self.context.recorder is not None:
+                self._record("shard", self.values)  # which is the parameter, as it is used
 
     def _wait_for_fetch(self) -> list[Tensor]:
         """Return the shards, all in the device's memory."""
@@ -173,7 +180,16 @@ class Unit:
                 self.values = self.pending.wait(into)
             self.pending = None
             self._versions = versions_of(self.values)
+            if self.context.recorder is not None:
+                self._record("unsharded", self.values)
         return self.values
+
+    def _record(self, phase: Phase, xs: Sequence[Tensor]) -> None:
+        """Record the tensors of all parameters of the unit."""
+        recorder = self.context.recorder
+        assert recorder is not None
+        for plan, x in zip(self.plan.params, xs, strict=True):
+            recorder.record(phase, plan.path, x)
 
     def written(self) -> list[str]:
         """Return the paths of parameters that were written to since they were unsharded."""

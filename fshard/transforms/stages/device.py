@@ -31,6 +31,7 @@ from fshard.transforms.device_step import DeviceResult
 from fshard.transforms.fsdp.graph_checks import validate_no_reentrant_checkpoint
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.fsdp.plans import Order, local_plans
+from fshard.transforms.fsdp.recording import DeviceRecorder
 from fshard.transforms.fsdp.reductions import Reducer
 from fshard.transforms.fsdp.units import StepContext
 from fshard.transforms.loss_collectives import LOCAL_CALLS
@@ -64,6 +65,7 @@ class StageStep:
         shards: the local shard of each parameter.
         writes: the buffers that its stages write, if any.
         scale: the loss scale.
+        recorder: of the device, if the step is recorded.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class StageStep:
         shards: Sequence[Tensor],
         writes: StageWrites | None,
         scale: float,
+        recorder: DeviceRecorder | None = None,
     ) -> None:
         options = plan.options
         scope = slices.scope
@@ -83,7 +86,8 @@ class StageStep:
         self.writes = writes
         self.scale = scale
         self.is_first_step = plan.order is None
-        self.context = StepContext.of(options, slices.site)
+        self.recorder = recorder
+        self.context = StepContext.of(options, slices.site, recorder)
 
         axis = plan.pipeline.axis
         batch_axes = slices.batch.axes
@@ -149,7 +153,14 @@ class StageStep:
         if options.local:
             leaves = local_plans(tuple(leaves), self.number)
         is_wide = options.reproducible or options.accumulate > 1
-        reducer = Reducer(leaves, self.context.device, options, self.slices.site, wide=is_wide)
+        reducer = Reducer(
+            leaves,
+            self.context.device,
+            options,
+            self.slices.site,
+            wide=is_wide,
+            recorder=self.recorder,
+        )
         reducer.begin(self.plan.reduction_plans, self.slices.local)
         return reducer
 
@@ -197,6 +208,8 @@ class StageStep:
     def run_stage(self, stage: int, microbatch: int, x: PyTree, skips: dict[str, PyTree]) -> PyTree:
         """Run a stage; its random draws depend on the samples and the layer."""
         turn, params = self.turns[microbatch], self.units[stage].tree()
+        if self.recorder is not None:
+            self.recorder.begin_slice(turn.number)
         function = stage_for(self.pipeline.stages[stage], microbatch)
         moments: list[Any] | None = None
         if self.writes is not None and not self.options.reproducible:
@@ -207,6 +220,8 @@ class StageStep:
             else:
                 y, buffers = function((params, self.writes.parts[stage]), x, **skips)
                 self.writes.record(stage, microbatch, buffers, moments or [])
+        if self.recorder is not None:
+            self.recorder.record("output", "", y)
         if self.is_first_step:
             validate_no_reentrant_checkpoint(y)
         return y
@@ -221,6 +236,8 @@ class StageStep:
         loss = slice_loss(values.loss, turn.weight, values.metrics)
         self.losses[microbatch] = loss
         self.metrics[microbatch] = values.metrics
+        if self.recorder is not None:
+            self.recorder.record("loss", "", values.loss)
         return values.loss
 
     def _seeded(self, turn: SliceTurn, index: int) -> AbstractContextManager[None]:
@@ -266,11 +283,15 @@ class StageStep:
 
     def may_accumulate(self, stage: int, microbatch: int) -> bool:
         """Let autograd add to the sums, where gradients need no conversion before."""
+        if self.recorder is not None:
+            return False  # the gradients of each microbatch are recorded
         has_weight = bool(self.turns[microbatch].weight)
         return has_weight and self.sums.let_accumulate(stage, self.units[stage].trained)
 
     def add_gradients(self, stage: int, microbatch: int, gs: list[Tensor | None]) -> None:
         """Accumulate gradients; those of weight 0 count as zero, even if they are not finite."""
+        if self.recorder is not None:
+            self.recorder.begin_slice(self.turns[microbatch].number)
         is_idle = not self.turns[microbatch].weight
         self.sums.add(stage, microbatch, gs, is_idle=is_idle)
 

@@ -21,7 +21,7 @@ _ENDED = "ZX"
 
 
 class ProcessId(NamedTuple):
-    """A process, told apart from a later one with its number.
+    """A process, distinct from a later one with its number.
 
     Args:
         machine: where it runs, 0 if that is unknown: see `machine_id`.

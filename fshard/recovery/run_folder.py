@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fshard.mesh.alive import ProcessId
 from fshard.mesh.record import FileRecord
+from fshard.mesh.shared_memory.alive import ProcessId
 
 _RUN = "fshard-run"
 IN_MEMORY = Path("/dev/shm")
@@ -79,17 +79,17 @@ class Request(NamedTuple):
     """The request of a process to be taken up.
 
     Args:
-        asked: when, by the clock of its machine.
-        process: the one that asks.
+        made: when, by the clock of its machine.
+        process: the one that makes it.
         heard: when it has touched the request, by the clock of the file system.
     """
 
-    asked: float
+    made: float
     process: ProcessId
     heard: int
 
 
-class Meeting:
+class RunFolder:
     """The records of one run.
 
     Every method but `close` raises a FileNotFoundError once the run has ended, or does nothing.
@@ -102,20 +102,20 @@ class Meeting:
     # -- beginning and ending ----------------------------------------------------------------------
 
     @staticmethod
-    def at(folder: Path, token: str) -> Meeting:
-        """Return the meeting of the run with a token."""
-        return Meeting(folder / f"{_RUN}-{token}")
+    def at(folder: Path, token: str) -> RunFolder:
+        """Return the folder of the run with a token."""
+        return RunFolder(folder / f"{_RUN}-{token}")
 
     @staticmethod
-    def current(folder: Path) -> Meeting | None:
-        """Return the meeting of the run in a folder, if there is one."""
+    def current(folder: Path) -> RunFolder | None:
+        """Return the folder of the run in a folder of the user, if there is one."""
         token = FileRecord(folder / _RUN).current()
-        return Meeting.at(folder, token) if token else None
+        return RunFolder.at(folder, token) if token else None
 
     @staticmethod
-    def in_memory() -> list[Meeting]:
-        """Return the meetings of all runs of this machine that were given no folder."""
-        return [Meeting(path) for path in IN_MEMORY.glob(f"{_RUN}-*")]
+    def in_memory() -> list[RunFolder]:
+        """Return the folders of all runs of this machine that were given no folder."""
+        return [RunFolder(path) for path in IN_MEMORY.glob(f"{_RUN}-*")]
 
     def open(self) -> None:
         """Make the run's own folder."""
@@ -207,14 +207,14 @@ class Meeting:
 
     # -- joiners -----------------------------------------------------------------------------------
 
-    def ask(self, process: ProcessId) -> str:
-        """Ask to be taken up; return the token of this request."""
+    def request(self, process: ProcessId) -> str:
+        """Request to be taken up; return the token of the request."""
         token = secrets.token_hex(8)
         FileRecord(self._joiners / token).decide(json.dumps([time.time(), *process]))
         return token
 
     def withdraw(self, token: str) -> None:
-        """Ask no more."""
+        """Withdraw a request."""
         (self._joiners / token).unlink(missing_ok=True)
 
     def touch_request(self, token: str) -> None:
@@ -223,7 +223,7 @@ class Meeting:
             os.utime(self._joiners / token)
 
     def joiners(self, taken: Iterable[str] = ()) -> dict[str, Request]:
-        """Return the processes that wait to be taken up, by token, the first to ask first.
+        """Return the processes that wait to be taken up, by token, the oldest request first.
 
         Args:
             taken: the tokens of those that are taken up already.
@@ -241,8 +241,8 @@ class Meeting:
             if path.suffix:
                 continue  # the draft of a record
             with suppress(FileNotFoundError):  # withdrawn
-                asked, *process = json.loads(path.read_text())
-                request = Request(asked, ProcessId(*process), path.stat().st_mtime_ns)
+                made, *process = json.loads(path.read_text())
+                request = Request(made, ProcessId(*process), path.stat().st_mtime_ns)
                 rows.append((token, request))
         rows.sort(key=lambda row: row[1])
         return dict(rows)

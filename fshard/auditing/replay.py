@@ -1,0 +1,93 @@
+"""`fs.replay`, `fshard replay`: repeat the step of a folder that an audit has written."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fshard.auditing.audit import AuditedStep, AuditOutcome
+from fshard.auditing.folder import read_facts, restored_arguments
+from fshard.auditing.runs import AuditTrial
+from fshard.errors import AuditError
+from fshard.mesh.layout import PyTree
+
+
+def replay(
+    folder: str | os.PathLike[str],
+    step: AuditedStep,
+    params: PyTree,
+    state: PyTree,
+    *inputs: PyTree,
+) -> AuditOutcome:
+    """Repeat the step of a folder that an audit has written, in both layouts; return the outcome.
+
+    The mesh may be another one, such as virtual devices in place of processes. What a fault did
+    once is not there again: then the outcome is equal.
+
+    Args:
+        folder: such as "audits/step-12".
+        step: made again, by `fs.audit`.
+        params, state: arguments of the same shapes as those of the run, whose values are replaced.
+        inputs: buffers, if there are any, and a batch, likewise.
+    """
+    path = Path(folder)
+    facts = read_facts(path)
+    before = torch.get_rng_state()
+    arguments, random = restored_arguments(path, [params, state, *inputs])
+    torch.set_rng_state(random)
+    try:
+        _, outcome = step.check(AuditTrial(step.twin, arguments), arguments, facts.step)
+    finally:
+        torch.set_rng_state(before)
+    return outcome
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command `fshard replay`; return the exit status: 1 if the layouts differ again."""
+    options = _parser().parse_args(arguments)
+    program = options.program or read_facts(Path(options.folder)).program
+    if program is None:
+        sys.stderr.write(
+            "fshard replay: the program must be FILE:FUNCTION, a function that returns the step "
+            "and its arguments; got none, and the folder names none.\n"
+        )
+        return 2
+    step, *given = _function_of(program)()
+    outcome = replay(options.folder, step, *given)
+    sys.stdout.write(f"{outcome.text}\n")
+    return 0 if outcome.is_equal else 1
+
+
+def _function_of(program: str) -> Callable[[], Any]:
+    """Return a function in a file."""
+    path, _, name = program.rpartition(":")
+    spec = spec_from_file_location("replayed_program", path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise AuditError(f"replay: the program must be FILE:FUNCTION; {path} is no Python file.")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fshard replay",
+        description="Repeat a step whose layouts differed in an audit, on virtual devices, and "
+        "print the table. Status 0: they are equal now; 1: they differ again; 2: an error.",
+    )
+    parser.add_argument("folder", help="such as audits/step-12")
+    parser.add_argument(
+        "program",
+        nargs="?",
+        metavar="FILE:FUNCTION",
+        help="a function that returns (step, params, state, batch), or with buffers before the "
+        "batch: the audited step, and arguments as at the start. Default: that of the folder",
+    )
+    return parser
