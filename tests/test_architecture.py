@@ -131,7 +131,6 @@ MAY_IMPORT = {
         "explore",
         "recovery",
         "refit",
-        "recovery",
         "report",
         "nn",
         "parallelism",

@@ -120,6 +120,8 @@ class Members:
                 Default: the environment variable FSHARD_TIMEOUT, or 600.
         """
         limit = time_limit(timeout)
+        # Else torch ends this process when NCCL has lost another one; torchrun asks for it as well.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         _remove_abandoned()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -144,6 +146,7 @@ class Members:
         """Return True if a process of this generation has ended, or gone on to the next one."""
         return bool(self._lost(self.numbers))
 
+<<<<<<< HEAD
     def has_dead(self) -> bool:
         """Return True if a process of this generation is lost, and not by an error of its own.
 
@@ -154,6 +157,15 @@ class Members:
             dead |= self._folder.gone().intersection(self.numbers)
             dead -= self._folder.marked("failed", self.generation)
         return bool(dead - {self.number})
+=======
+    def find_loss(self) -> str:
+        """Return what is known of a loss, or "", as once the run has ended in order."""
+        lost = self._lost(self.numbers)
+        # In this order: the run has ended for all before one of them ends.
+        if not lost or not self._folder.is_open:
+            return ""
+        return f"Process {min(lost)} of the run has ended, or has left it."
+>>>>>>> refs/heads/nccl
 
     def regroup(self) -> Members:
         """Leave the world without waiting, and return the next generation.
@@ -384,6 +396,7 @@ class Members:
             self._raise_if_lost,
         )
         self._store.set_timeout(self._limit)
+        process.watch_losses(self.find_loss)
 
     def _serve_store(self) -> tuple[str, int]:
         """Serve the store of this generation, at a free port; return its address."""
@@ -501,7 +514,11 @@ def _begin_run(
             run_folder.close()
         raise MeshError(error)
 
-    return Members(run_folder, world.rank, generation, (), world.device_type, _local_rank(), limit)
+    members = Members(
+        run_folder, world.rank, generation, (), world.device_type, _local_rank(), limit
+    )
+    process.watch_losses(members.find_loss)
+    return members
 
 
 def _check_machines(generation: Generation, folder: Path | None) -> None:
