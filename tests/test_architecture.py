@@ -105,7 +105,6 @@ MAY_IMPORT = {
     "command": {
         "errors",
         "auditing",
-        "recovery",
         "launching",
         "doctor",
         "checkpoint",

@@ -210,13 +210,9 @@ class ElasticRun:
         if self._folder is not None:
             self._folder_here(self._folder).save(step, tree, wait=wait, metrics=metrics)
         if has_joiners:
-<<<<<<< HEAD
-            self._copies.complete()
+            self._copies.complete_everywhere()
             if self._folder is not None:
                 self._folder_here(self._folder).wait()
-=======
-            self._copies.complete_everywhere()
->>>>>>> refs/heads/nccl
             raise Regroup
 
     def _folder_here(self, folder: Checkpoints) -> Checkpoints:

@@ -146,7 +146,6 @@ class Members:
         """Return True if a process of this generation has ended, or gone on to the next one."""
         return bool(self._lost(self.numbers))
 
-<<<<<<< HEAD
     def has_dead(self) -> bool:
         """Return True if a process of this generation is lost, and not by an error of its own.
 
@@ -157,7 +156,7 @@ class Members:
             dead |= self._folder.gone().intersection(self.numbers)
             dead -= self._folder.marked("failed", self.generation)
         return bool(dead - {self.number})
-=======
+
     def find_loss(self) -> str:
         """Return what is known of a loss, or "", as once the run has ended in order."""
         lost = self._lost(self.numbers)
@@ -165,7 +164,6 @@ class Members:
         if not lost or not self._folder.is_open:
             return ""
         return f"Process {min(lost)} of the run has ended, or has left it."
->>>>>>> refs/heads/nccl
 
     def regroup(self) -> Members:
         """Leave the world without waiting, and return the next generation.
