@@ -3,8 +3,8 @@
 Both are repeated from the kept inputs:
 
     this layout       the other layout
-    repeats itself    repeats itself        the layouts disagree: where, says the first phase in
-                                            which their slices, gradients or results differ
+    repeats itself    repeats itself        the layouts disagree, in the first phase in which their
+                                            slices, gradients or results differ
     differs           repeats itself        a fault in the first run, on the device whose record is
                                             the first to differ from the repetition
     repeats itself    differs               a fault in the run that audits

@@ -55,6 +55,7 @@ from fshard.errors import CheckpointError, LostProcessError
 from fshard.mesh.collectives.api import broadcast, pmax
 from fshard.mesh.layout import PyTree, shortened
 from fshard.mesh.runtimes.process import has_ended
+from fshard.mesh.runtimes.watch import default_store
 from fshard.mesh.spmd.moments import Killed, deaths, listeners
 from fshard.mesh.spmd.run import reach_on
 from fshard.mesh.spmd.scope import here
@@ -130,8 +131,7 @@ def run_token() -> str:
     """Return a name that all processes of this run share; "" for a process without others."""
     if not dist.is_initialized():
         return ""
-    store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-    return store.compare_set("fshard/checkpoint", "", secrets.token_hex(5)).decode()
+    return default_store().compare_set("fshard/checkpoint", "", secrets.token_hex(5)).decode()
 
 
 def next_token() -> str:

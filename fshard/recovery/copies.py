@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
@@ -33,7 +33,8 @@ from fshard.mesh.layout import Memory, Mesh, PyTree
 from fshard.mesh.layout.counting import LedgerRow, counting, without_counters
 from fshard.mesh.layout.kinds import empty_in, owned_by
 from fshard.mesh.reshard.between import mesh_of_numbers
-from fshard.mesh.runtimes.process import machines_of
+from fshard.mesh.runtimes.abstract import Done
+from fshard.mesh.runtimes.process import beside_computation, machines_of
 from fshard.mesh.spmd.moments import listeners, reach
 from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.mesh.spmd.scope import Pending
@@ -98,7 +99,7 @@ class Found:
 
 
 class Arriving(NamedTuple):
-    """The share of another device that is on its way: its owner, its bytes, and the call."""
+    """A share that may not have its values yet: its owner, its bytes, and the call."""
 
     owner: int
     size: int
@@ -111,19 +112,27 @@ class Shelf:
 
     Args:
         versions: the last one first.
-        arriving: shares of others, of the last version.
+        arriving: shares of the last version that may not have their values yet.
+        reached: waits until the device has them; None where the host waits for each call.
         saved: the number of versions of this generation.
     """
 
     versions: list[Version] = field(default_factory=list[Version])
     arriving: list[Arriving] = field(default_factory=list[Arriving])
+    reached: Callable[[], None] | None = None
     saved: int = 0
 
     def complete(self) -> None:
-        """Wait for the shares that are on their way."""
+        """Wait for the shares that are on their way: see Note [Behind the host]."""
+        arrived: dict[int, Tensor] = {}
         for owner, size, call in self.arriving:
             (row,) = call.wait()
-            self.versions[0].shares[owner] = row[:size]
+            arrived[owner] = row[:size]
+        if self.reached is not None:
+            self.reached()
+            self.reached = None
+        if arrived:
+            self.versions[0].shares |= arrived
         self.arriving = []
 
     def free_memory(self) -> Tensor | None:
@@ -136,6 +145,7 @@ class Shelf:
         """Drop all versions but one, as a generation begins: see Note [Two versions]."""
         self.versions = [version for version in self.versions if version.key == key]
         self.arriving = []
+        self.reached = None
         self.saved = 0
 
 
@@ -151,6 +161,17 @@ class Shelf:
 # The last version may be complete too; what counts is that each share is on a device that is left.
 # The next generation begins from one version, and drops the others: else it would keep, as the last
 # one, a version that only some have.
+
+
+# Note [Behind the host]
+# On a GPU the host starts copies, and goes on. If a process is lost, kernels of others hang in a
+# collective; when that is aborted, what was queued behind it runs on garbage, copies of the state
+# too. So a share counts only once the host knows that the device has it, and no host starts to
+# write over the version before until all know it. Each `save` waits for the copies of the one
+# before, with the step between them still queued:
+#
+#     host      save 4    step 5    save 5: waits for ●, meets
+#     device           step 4 ...  copy 4 ●  step 5 ...
 
 
 class Copies:
@@ -218,6 +239,7 @@ class Copies:
             return None
         versions: dict[int, Version] = {}
         for device in local_devices(mesh):
+            self.shelf(device).complete()
             versions[device] = self.shelf(device).versions[0]
         shares = {device: version.shares[device] for device, version in versions.items()}
         holders = {owner: owner for owner in range(mesh.size)}
@@ -300,19 +322,23 @@ class Copies:
             shelf.saved += 1
             key = VersionKey(self._generation, shelf.saved)
             row = memory[device]
-            own_shares = {device: row[: sizes[device]]}
             is_first = self._began_anew and shelf.saved == 1
-            version = Version(key, step, text, len(sizes), own_shares, row, is_first)
+            version = Version(key, step, text, len(sizes), {}, row, is_first)
             shelf.versions.insert(0, version)
             if listeners:
                 reach("copy")
-            for shift in shifts:
-                owner = (device - shift) % len(sizes)
-                for ledger in active():
-                    ledger.record(meeting.devices[device], ledger_row, Fraction(len(row)))
-                with uncounted():
-                    call = start(_ring(len(sizes), shift), row)
-                shelf.arriving.append(Arriving(owner, sizes[owner], call))
+            with beside_computation(meeting) as shelf.reached:
+                for shift in shifts:
+                    owner = (device - shift) % len(sizes)
+                    for ledger in active():
+                        ledger.record(meeting.devices[device], ledger_row, Fraction(len(row)))
+                    with uncounted():
+                        call = start(_ring(len(sizes), shift), row)
+                    shelf.arriving.append(Arriving(owner, sizes[owner], call))
+            if shelf.reached is None:
+                version.shares[device] = row[: sizes[device]]
+            else:
+                shelf.arriving.append(Arriving(device, sizes[device], Done((row,))))
             if meeting.runtime == "virtual":
                 shelf.complete()  # a run ends with all its calls
 
@@ -330,9 +356,20 @@ class Copies:
         return memory
 
     def complete(self) -> None:
-        """Wait until the last version is complete."""
+        """Wait until the last version is complete on the caller's devices."""
         for shelf in self.shelves.values():
             shelf.complete()
+
+    def complete_everywhere(self) -> None:
+        """Wait until the last version is complete on all devices of the mesh; each calls it.
+
+        Only then may one of them leave its groups: others may still receive from it.
+        """
+        mesh = self._mesh
+        assert mesh is not None
+        self.complete()
+        with uncounted():
+            run_on_devices(mesh_of_numbers(mesh.devices, mesh), lambda device: all_rows([device]))
 
 
 def _size(content: TreeSnapshot, device: int) -> int:

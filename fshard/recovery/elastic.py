@@ -5,10 +5,9 @@ the devices, and of each step.
 
     devices 0 1 2 3    train(run)    step 1, save, step 2, save, step 3 ... device 2 is lost
     devices 0 1 3      train(run)    restore: step 2    step 3, save, ...
-    devices 0 1 3 4    train(run)    restore: ...       after a save: device 4 has come
+    devices 0 1 3 4    train(run)    restore: ...       after a save: device 4 has joined
 
-A step is a transaction that `save` ends. What a function was doing when it was left is never read
-again, such as parameters that an update had half overwritten.
+A step is a transaction that `save` ends: see Note [Transactions].
 """
 
 from __future__ import annotations
@@ -34,7 +33,14 @@ from fshard.mesh.runtimes.launchers import launched
 from fshard.mesh.spmd.run import device_of, is_outside
 from fshard.mesh.spmd.scope import here
 from fshard.recovery.copies import RANDOM, TREE, Copies, Found
-from fshard.recovery.crew import Crew, MakeMesh, ProcessCrew, VirtualCrew, largest_mesh
+from fshard.recovery.crew import (
+    Crew,
+    MakeMesh,
+    NewDevices,
+    ProcessCrew,
+    VirtualCrew,
+    largest_mesh,
+)
 from fshard.recovery.members import Members
 from fshard.recovery.source import SharesInMemory
 from fshard.transforms.options import integer, must_be, one_of
@@ -49,7 +55,7 @@ MEETING = "meeting"
 class Regroup(BaseException):
     """Leaves the function after a save, so that other devices can take part.
 
-    No `Exception`, which the function might handle.
+    It is no `Exception`, which the function might handle.
     """
 
 
@@ -205,7 +211,7 @@ class ElasticRun:
         if self._folder is not None:
             self._folder_here(self._folder).save(step, tree, wait=wait, metrics=metrics)
         if has_joiners:
-            self._copies.complete()
+            self._copies.complete_everywhere()
             if self._folder is not None:
                 self._folder_here(self._folder).wait()
             raise Regroup
@@ -221,6 +227,26 @@ class ElasticRun:
         """Wait for saves in the background; raise their errors."""
         for folder in self._folders.values():
             folder.wait()
+
+
+# Note [Transactions]
+# A loss may leave an update half written on one device and not begun on another, and no device can
+# know how far the others have come. So all that the function has computed since the last `save` is
+# dropped, with the function itself, and the next generation begins from shares that were copied when
+# all devices had reached the same `save`.
+#
+#     device 0    save 4    step 5: update is done         dropped         save 4    step 5
+#     device 1    save 4    step 5: update is half done    dropped         save 4    step 5
+#     device 2    save 4    step 5: lost
+
+
+# Note [Errors beside a loss]
+# A lost process shows in many errors: of a collective, of the store, of a checkpoint that it had a
+# share of, of another library's group. So each error while a process is lost counts as the loss. An
+# error of the program is raised again by the function, and then nothing is lost beside it.
+#
+# An error of waiting without a loss, such as a deadlock of the program, would be repeated for ever.
+# So it is raised if the next generation has the same processes.
 
 
 class Elastic(Generic[Result]):
@@ -251,7 +277,7 @@ class Elastic(Generic[Result]):
         self._memory: Memory = memory
         self._devices = devices
         self._timeout = timeout
-        self._wanted = [0, 0]
+        self._new_devices = NewDevices()
 
     def grow(self, count: int) -> None:
         """Let more virtual devices take part from the next save on.
@@ -266,7 +292,7 @@ class Elastic(Generic[Result]):
         errors = integer("count", count)
         if errors:
             raise ValueError(f"grow: {errors[0]}.")
-        self._wanted[0] += count
+        self._new_devices.count += count
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result | None:
         """Call the function, again and again, until it returns; return its result.
@@ -318,19 +344,19 @@ class Elastic(Generic[Result]):
                 unsettled = run
                 # The frames that it has left still have the parameters of this generation.
                 traceback.clear_frames(error.__traceback__)
-                loss = error.with_traceback(None)
+                loss = error.with_traceback(None)  # see Note [Errors beside a loss]
 
             noticed = time.monotonic()
             before = crew.names
             crew = crew.regroup(loss)
             if loss is not None and crew.names == before:
                 crew.leave()
-                raise loss  # all are there: they have waited for each other in vain
+                raise loss
             lost = tuple([name for name in before if name not in crew.names])
             copies.drop(lost)
 
     def _first_crew(self) -> Crew | None:
-        """Return the devices that begin; None if this process wants to join a run that has ended."""
+        """Return the devices that begin; None if this process has waited to join until the end."""
         folder = None if self._folder is None else self._folder.path / MEETING
         can_join = folder is not None and folder.is_dir() and Members.runs_in(folder)
         if launched() or can_join:
@@ -339,11 +365,11 @@ class Elastic(Generic[Result]):
             return None if members is None else ProcessCrew(members)
         if self._devices is None:
             raise MeshError(
-                "fs.elastic: devices must be the number of virtual devices, since no processes were "
+                "fs.elastic: devices must be the number of virtual devices, as no processes were "
                 "started together; got None. Processes: fshard run --elastic --processes 4 file.py."
             )
-        self._wanted[1] = self._devices
-        return VirtualCrew(0, tuple(range(self._devices)), self._wanted)
+        self._new_devices.next_name = self._devices
+        return VirtualCrew(0, tuple(range(self._devices)), self._new_devices)
 
     def _find(
         self, crew: Crew, copies: Copies, mesh: Mesh, last_run: ElasticRun | None
@@ -403,7 +429,7 @@ def elastic(
         copies: the number of other devices that keep the share of each, at most all. So many
             neighbours may be lost at once. With 0 the run continues from the folder.
         every: `run.save` keeps the steps that this divides, and the others are repeated.
-        folder: where `run.save` saves too, and the run continues from if too many were lost, or all.
+        folder: `run.save` saves there too, and the run continues from it if too many were lost.
             Processes that are started later with it take part after the next `run.save`. It has the
             tree alone: put an `fs.RandomState()` in it if steps draw numbers. A save that a loss
             interrupts is not made again.

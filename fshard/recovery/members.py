@@ -27,7 +27,6 @@ from threading import Event, Thread
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fshard.errors import FshardError, LostProcessError, MeshError
@@ -39,6 +38,7 @@ from fshard.mesh.runtimes.launchers import (
     store_within,
     time_limit,
 )
+from fshard.mesh.runtimes.watch import default_store
 from fshard.mesh.shared_memory.alive import ProcessId, this_process
 from fshard.mesh.shared_memory.meet import all_gather
 from fshard.recovery.run_folder import IN_MEMORY, Generation, RunFolder
@@ -60,9 +60,9 @@ _SEEN_LATER = 1.0
 # Note [Two deaths at once]
 # A process may end while the others form the next generation. All that they wait for in files, they
 # wait for with an eye on each other, so they give up at once. But gloo waits for a process that was
-# ready, and ended before it was connected, until a time limit. So connecting has a limit of its own.
-# If no process has ended then, the machine is busy: the next attempt, which is the next generation, has
-# twice the time.
+# ready, and ended before it was connected, until a limit of time. So connecting has its own limit.
+# If no process has ended then, the machine is busy: the next attempt, which is the next generation,
+# has twice the time.
 
 
 class Members:
@@ -100,7 +100,7 @@ class Members:
         # One that this process serves ends with the last reference to it.
         self._store: Any = None
         if generation.index == 0:
-            self._store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+            self._store = default_store()
         self._beats = _Beats(run_folder, number, generation, limit)
 
     # -- meeting -----------------------------------------------------------------------------------
@@ -120,6 +120,8 @@ class Members:
                 Default: the environment variable FSHARD_TIMEOUT, or 600.
         """
         limit = time_limit(timeout)
+        # Else torch ends this process when NCCL has lost another one; torchrun asks for it as well.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         _remove_abandoned()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -154,6 +156,14 @@ class Members:
             dead |= self._folder.gone().intersection(self.numbers)
             dead -= self._folder.marked("failed", self.generation)
         return bool(dead - {self.number})
+
+    def find_loss(self) -> str:
+        """Return what is known of a loss, or "", as once the run has ended in order."""
+        lost = self._lost(self.numbers)
+        # In this order: the run has ended for all before one of them ends.
+        if not lost or not self._folder.is_open:
+            return ""
+        return f"Process {min(lost)} of the run has ended, or has left it."
 
     def regroup(self) -> Members:
         """Leave the world without waiting, and return the next generation.
@@ -384,6 +394,7 @@ class Members:
             self._raise_if_lost,
         )
         self._store.set_timeout(self._limit)
+        process.watch_losses(self.find_loss)
 
     def _serve_store(self) -> tuple[str, int]:
         """Serve the store of this generation, at a free port; return its address."""
@@ -501,7 +512,11 @@ def _begin_run(
             run_folder.close()
         raise MeshError(error)
 
-    return Members(run_folder, world.rank, generation, (), world.device_type, _local_rank(), limit)
+    members = Members(
+        run_folder, world.rank, generation, (), world.device_type, _local_rank(), limit
+    )
+    process.watch_losses(members.find_loss)
+    return members
 
 
 def _check_machines(generation: Generation, folder: Path | None) -> None:

@@ -83,7 +83,11 @@ def wait_for_step(run, step, processes):
 
 
 def wait_for_end(run, processes):
-    wait_until(lambda: all("end" in run.last(process) for process in processes), 60)
+    def have_ended():
+        run.check_errors(processes)
+        return all("end" in run.last(process) for process in processes)
+
+    wait_until(have_ended, 60)
 
 
 def check_bits(run, name, steps, count):

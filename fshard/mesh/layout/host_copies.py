@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,11 @@ def upload(x: Tensor) -> Tensor:
     return copy
 
 
+def compute_event(device: torch.device) -> Any:
+    """Return the event after which a GPU has done what its current stream has been given."""
+    return torch.cuda.current_stream(device).record_event()
+
+
 def start_read(
     xs: Sequence[Tensor], into: Sequence[Tensor] | None = None
 ) -> Callable[[], list[Tensor]]:
@@ -77,7 +83,7 @@ def start_read(
 
     # After all copies: an event waits for what was queued before it, not for later work.
     devices = {x.device for x in xs if not is_on_host(x)}
-    events = [torch.cuda.current_stream(device).record_event() for device in devices]
+    events = [compute_event(device) for device in devices]
 
     def read() -> list[Tensor]:
         for event in events:

@@ -323,6 +323,8 @@ def meet_again(device_type: str, info: ProcessInfo, store: Any, limit: timedelta
     """
     if device_type == "cuda":
         torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
+    # One of them may end while the others find out whether each has a GPU to itself.
+    store.set_timeout(limit)
     # torch counts a group that could not be formed, and names the next one by the count.
     dist.distributed_c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]
     _form_group(device_type, info, store, "again", limit)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Event, Thread
@@ -41,6 +41,10 @@ del _REDUCES_AS[torch.float16], _REDUCES_AS[torch.bfloat16]  # NCCL adds these i
 
 PAUSE = 0.01
 """Seconds between two looks at a device, where a process waits for it to leave."""
+_SHORT_PAUSE = 0.001
+"""The same where a process waits in the middle of its work."""
+_LOOKS = 0.25
+"""Seconds between two looks whether a process is lost, where that can be known."""
 
 
 def device_limit(works: Works) -> float:
@@ -329,10 +333,14 @@ class HangWatch:
 
     A thread marks the compute stream about once a second. A stream that does not reach a mark
     within nine tenths of the time limit hangs. Once the store is lost, a tenth of that is enough,
-    since the process with the store has ended. See Note [Errors without waits].
+    since the process with the store has ended. Where `find_loss` is given, a lost process is enough
+    at once. See Note [Errors without waits].
+
+    find_loss: returns what is known of a lost process, or "".
     """
 
     def __init__(self, works: Works, stream: Any, store: Any) -> None:
+        self.find_loss: Callable[[], str] | None = None
         self._works = works
         self._stream = stream
         self._store = store
@@ -348,6 +356,19 @@ class HangWatch:
         mark = self._stream.record_event()
         while self._thread.is_alive() and not mark.query():
             time.sleep(PAUSE)
+
+    def wait(self, mark: Any) -> None:
+        """Wait until the device has reached a mark; raise the error that has ended the groups.
+
+        Where groups are aborted, the device goes on without the results that it has waited for, and
+        reaches its marks too. The error is there before the groups are aborted, so what has been
+        reached without an error has its values.
+        """
+        self._works.raise_error()
+        while not mark.query():
+            self._works.raise_error()
+            time.sleep(_SHORT_PAUSE)
+        self._works.raise_error()
 
     def stop(self) -> None:
         """End the thread; if it aborts the groups just now, wait until it has."""
@@ -368,8 +389,8 @@ class HangWatch:
         since = 0.0  # when the last mark that was reached was set
         marked = time.monotonic()
         mark = self._stream.record_event()
-        while works.error is None and not self._stopped.wait(self._interval):
-            failure = self._read_failure()
+        while works.error is None and not self._stopped.wait(self._pause()):
+            failure = self._read_failure() or self._read_loss()
             if failure:
                 works.error = LostProcessError(failure)
             elif mark.query():
@@ -380,10 +401,20 @@ class HangWatch:
                 works.error = self._find_hang(time.monotonic() - marked)
         if works.error is not None:
             calls = [f"\n  {call}" for began, call in [*works.recent] if began >= since]
-            table = "".join(calls)
-            sys.stderr.write(f"fshard: {works.error} Calls that may not have ended:{table}\n")
+            table = " Calls that may not have ended:" + "".join(calls)
+            if self.find_loss is not None and isinstance(works.error, LostProcessError):
+                table = ""  # the run goes on without that process
+            sys.stderr.write(f"fshard: {works.error}{table}\n")
             groups: Any = dist.distributed_c10d
             groups._abort_process_group()
+
+    def _pause(self) -> float:
+        """Return the seconds until the next look."""
+        return self._interval if self.find_loss is None else min(self._interval, _LOOKS)
+
+    def _read_loss(self) -> str:
+        """Return what is known of a lost process, or ""."""
+        return "" if self.find_loss is None else self.find_loss()
 
     def _read_failure(self) -> str:
         """Return what another process has published, or "" if it is nothing, or unknown."""

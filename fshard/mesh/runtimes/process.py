@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -152,6 +152,8 @@ class ProcessWorld:
         self._groups: dict[tuple[int, ...], Any] = {}
         # By sender and receiver.
         self._routes: dict[tuple[int, int], Nccl] = {}
+        # Of groups that have a queue beside the computation: its transport, and its stream.
+        self._beside: dict[tuple[int, ...], tuple[Nccl, Any]] = {}
         self._to_itself: dict[tuple[int, ...], deque[SentMessage]] = defaultdict(deque)
         self.has_failed = False
         self._hang_watch: HangWatch | None = None
@@ -168,8 +170,8 @@ class ProcessWorld:
         world = _state.world
         if mesh.world != _state.joined:
             raise MeshError(
-                f"{mesh} was made before processes were lost or joined, and its arrays are on other "
-                "processes. Make meshes and arrays anew, in the function of fs.elastic."
+                f"{mesh} was made before processes were lost or joined, and its arrays are on "
+                "others. Make meshes and arrays anew, in the function of fs.elastic."
             )
         if world is not None and world._works.error is not None:
             world._works.raise_error()
@@ -422,6 +424,8 @@ class ProcessWorld:
         self.has_failed |= not waiting or works.error is not None or bool(calls)
         if self.has_failed and self._hang_watch is not None:
             text = f"Process {self.rank} has failed: look for its own error."
+            if keeps_store:
+                text = f"Process {self.rank} has left, to go on in another world."
             self._hang_watch.publish(text)
         self.peers.close()
         if not waiting:
@@ -429,6 +433,7 @@ class ProcessWorld:
 
         # A connection closes with the last reference to it, and graphs still refer to this world.
         self._routes.clear()
+        self._beside.clear()
         self._to_itself.clear()
         works.in_progress.clear()
         self._transports.clear()
@@ -476,6 +481,11 @@ class ProcessWorld:
         if self.has_failed and self._hang_watch is not None and needs_store:
             self._hang_watch.linger()
 
+    def watch_losses(self, find_loss: Callable[[], str]) -> None:
+        """Let the watch for hangs, where there is one, ask what is known of a lost process."""
+        if self._hang_watch is not None:
+            self._hang_watch.find_loss = find_loss
+
     # -- groups ------------------------------------------------------------------------------------
 
     def transport(self, group: Group, device: torch.device | None = None) -> Transport:
@@ -519,6 +529,47 @@ class ProcessWorld:
                 self._transports[members] = usual
             elif mesh.size > 1 and self.are_near(members):
                 self._transports.pop(members, None)
+
+    # Note [Copies beside the computation]
+    # A copy of the state to another device takes as long as many collectives of a step. In the queue
+    # of these, the first one of the next step would wait for it. So copies have a communicator of
+    # their own, and a stream of their own, which waits for what the device had been given before:
+    #
+    #     computation    step 1, stage ──●   step 2 ...              step 3 ...
+    #     copies                         └── send, receive ──●
+    #     host           save 1, step 2 ...                  save 2: waits for ●
+    #
+    # All processes start a copy at one place of the program, as they start collectives, and it waits
+    # for nothing that comes later.
+    @contextmanager
+    def beside(self, members: tuple[int, ...]) -> Generator[Callable[[], None] | None]:
+        """Run a block whose collectives of a group run beside the computation.
+
+        Yield a function that waits until the device has done what was started in such blocks, and
+        all that it had been given before. It raises if the groups were aborted meanwhile. Yield
+        None where the host waits for each call, or there is none.
+        """
+        watch = self._hang_watch
+        if watch is None or len(members) == 1:
+            yield None
+            return
+
+        device = torch.get_device_module(self.device_type)
+        if members not in self._beside:
+            pg = self.make_group(members, "copies", backend=self.backend)
+            transport = Nccl(self._works, pg, members.index(self.rank), len(members))
+            self._beside[members] = transport, device.Stream()
+        transport, stream = self._beside[members]
+        stream.wait_stream(device.current_stream())
+        usual = self._transports.pop(members, None)
+        self._transports[members] = transport
+        try:
+            with device.stream(stream):
+                yield lambda: watch.wait(stream.record_event())
+        finally:
+            del self._transports[members]
+            if usual is not None:
+                self._transports[members] = usual
 
     def _host_transport(self, members: tuple[int, ...]) -> Transport:
         """Return the transport for tensors in host memory, of a group whose backend is for GPUs."""
@@ -662,6 +713,19 @@ def share_files(mesh: Mesh) -> bool:
     world = ProcessWorld.of(mesh)
     places = {(world.machines[rank], world.file_systems[rank]) for rank in mesh.devices}
     return len(places) == 1 and 0 not in places.pop()
+
+
+def beside_computation(mesh: Mesh) -> AbstractContextManager[Callable[[], None] | None]:
+    """Let collectives of all devices of a mesh run beside the computation: see `beside`."""
+    if mesh.runtime != "process":
+        return nullcontext()
+    return ProcessWorld.of(mesh).beside(mesh.devices)
+
+
+def watch_losses(find_loss: Callable[[], str]) -> None:
+    """Let the watch for hangs, where there is one, ask what is known of a lost process."""
+    if _state.world is not None:
+        _state.world.watch_losses(find_loss)
 
 
 # -- joining and leaving ---------------------------------------------------------------------------

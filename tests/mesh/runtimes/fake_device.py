@@ -8,7 +8,9 @@ process meshes that name none.
 
 import ctypes
 import os
+import time
 import traceback
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -16,7 +18,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import fshard as fs
-from fshard.mesh.layout import make
+from fshard.mesh.layout import host_copies, make
+from fshard.recovery import elastic
 
 PACKAGE = f"{os.path.dirname(fs.__file__)}{os.sep}"
 NAME = "fakegpu"
@@ -106,12 +109,19 @@ _MIXED = {torch.ops.aten.index.Tensor, torch.ops.aten._index_put_impl_.default}
 
 
 class Stream:
-    """The compute stream: the host's main thread, as `nccl_rules` blocks it where NCCL would block
-    the stream.
+    """Any stream: the host's main thread, as `nccl_rules` blocks it where NCCL would block the
+    stream.
     """
 
     def record_event(self):
         return self
+
+    def wait_stream(self, other):
+        pass
+
+    def synchronize(self):
+        while not self.query():
+            time.sleep(0.01)
 
     def query(self) -> bool:
         from tests.mesh.runtimes import nccl_rules
@@ -128,7 +138,8 @@ class _Module:
     set_device = manual_seed_all = staticmethod(lambda _: None)
     _is_in_bad_fork = staticmethod(lambda: False)
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
-    current_stream = staticmethod(Stream)
+    current_stream = Stream = staticmethod(Stream)
+    stream = staticmethod(nullcontext)
 
 
 def is_installed() -> bool:
@@ -150,3 +161,5 @@ def install() -> None:
         return NAME if is_default else choose(runtime, device)
 
     make.choose_device_type = choose_device_type
+    elastic.choose_device_type = choose_device_type
+    host_copies.compute_event = lambda device: Stream()

@@ -34,6 +34,11 @@ STALL = float(os.environ.get("NCCL_RULES_STALL", "20"))
 """Seconds of silence, then all open operations are reported."""
 
 
+def deaths_are_unseen() -> bool:
+    """Return True if nothing is to be reported of processes that were killed."""
+    return os.environ.get("NCCL_RULES_DEATHS") == "unseen"
+
+
 def array_of(x: Tensor) -> np.ndarray[Any, Any]:
     """Return the memory of a contiguous tensor; autograd does not see writes to it, as it does not
     see NCCL's.
@@ -132,6 +137,7 @@ class Hub:
         self.joining: dict[Any, dict[int, Op]] = defaultdict(dict)
         self.blocked: dict[int, Op] = {}
         self.ended: set[int] = set()
+        self.has_unseen_death = False
         self.ops: dict[tuple[int, int], Op] = {}
         self.due: list[tuple[float, Op]] = []
         self.numbers: Counter[Any] = Counter()
@@ -155,7 +161,7 @@ class Hub:
                 assert isinstance(connection, Connection)
                 self.take(connection, self.ranks[connection])
             self.complete()
-            if not self.failure:
+            if not self.failure and not self.has_unseen_death:
                 self.look_for_deadlocks()
 
     def take(self, connection: Connection, rank: int) -> None:
@@ -164,10 +170,11 @@ class Hub:
         try:
             kind, content = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            kind, content = "leave", None
-        if kind == "leave":
+            kind, content = "killed", None
+        if kind in ("leave", "killed"):
             del self.ranks[connection]
             self.ended.add(rank)
+            self.has_unseen_death |= deaths_are_unseen() and kind == "killed"
             connection.close()
         elif kind == "block":
             if op := self.ops.get((rank, content)):

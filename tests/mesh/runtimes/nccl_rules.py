@@ -20,6 +20,10 @@ a thread of rank 0, which plays the devices of all: see nccl_hub.py. The rules:
                 order of a sum depends on the number of operations before it.
     beside gloo With `fake_device`, and its BACKEND in place of "nccl_rules", only tensors of `fakegpu` are those of GPUs.
                 Groups with both backends pass tensors of the host to real gloo; groups for messages refuse them.
+    worlds      Each default group has a hub of its own, in its rank 0: processes may leave a world and form another.
+    deaths      A process that is killed is reported to those that wait for it; with NCCL_RULES_DEATHS=unseen to nobody, as
+                with NCCL on one machine. What waits for it never completes, that of rank 0 included. `abort` ends it: then
+                the device goes on, with NaN for results.
     deadlocks   are reported to all ranks: the cycle, or all open operations after NCCL_RULES_STALL seconds of silence.
 
 With `hold()`, `wait` returns at once and nothing completes until `release()`: a step that returns
@@ -53,7 +57,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.mesh.runtimes import fake_device
-from tests.mesh.runtimes.nccl_hub import QUIET, Hub, Op, array_of, bytes_of
+from tests.mesh.runtimes.nccl_hub import (
+    QUIET,
+    Hub,
+    Op,
+    array_of,
+    bytes_of,
+    deaths_are_unseen,
+)
 
 counts: Counter[str] = Counter()
 """Launches by name, and "launches", "waits", "host syncs", "polls", "rendezvous", "aborts", "on
@@ -102,8 +113,10 @@ def release() -> None:
 
 
 def is_blocked() -> bool:
-    """Return True if the main thread waits for an operation, as the compute stream would."""
-    return _state["blocked"] > 0
+    """Return True if the main thread waits for an operation, as the compute stream would, or did
+    not because of `hold`.
+    """
+    return _state["blocked"] > 0 or bool(_state["held"])
 
 
 def communicators() -> list[tuple[str, tuple[int, ...]]]:
@@ -136,6 +149,7 @@ class Engine:
         self.ids = count(1)
         self.works = dict[int, Work]()
         self.failure = ("", "")
+        self.is_aborted = False
         self.groups: set[NcclRules] = set()
         self.comms: dict[tuple[str, str], tuple[int, ...]] = {}
         self.names: Counter[str] = Counter()
@@ -146,14 +160,23 @@ class Engine:
             self.connection.send_bytes(pickle.dumps((kind, content)))
 
     def read(self) -> None:
-        with suppress(EOFError, OSError, TypeError):
+        with suppress(EOFError, OSError, TypeError, ValueError):
             while True:
                 kind, *content = pickle.loads(self.connection.recv_bytes())
                 if kind == "done":
                     self.works.pop(content[0]).complete(content[1])
                 else:
                     self.break_down(*content)
-        self.break_down("remote", "NCCL: a remote process has exited: rank 0, which has the hub.")
+        if not deaths_are_unseen():
+            self.break_down(
+                "remote", "NCCL: a remote process has exited: rank 0, which has the hub."
+            )
+
+    def abort(self) -> None:
+        """End all operations without their results."""
+        self.is_aborted = True
+        _state["held"] = None
+        self.break_down("remote", "NCCL communicator was aborted")
 
     def break_down(self, kind: str, text: str) -> None:
         self.failure = self.failure if self.failure[0] else (kind, text)
@@ -179,6 +202,8 @@ class Engine:
             if not in_time:
                 text = f"Watchdog caught collective operation timeout: {work.op} ran for {timeout}."
                 _violate(text, dist.DistBackendError)
+        if deaths_are_unseen() and self.is_aborted:
+            return  # no wait raises on NCCL
         if work.results is None or self.failure[0]:
             self.raise_failure()
 
@@ -248,8 +273,8 @@ class Work(dist._Work):  # pyright: ignore[reportPrivateUsage]  # the only class
         self.group.engine.block(self, self.group.timeout)
         outputs, results = self.outputs, self.results or {}
         self.let_go()
-        for i, x in outputs.items():
-            array_of(x)[...] = np.frombuffer(results[i], np.uint8)
+        for i in results:
+            array_of(outputs[i])[...] = np.frombuffer(results[i], np.uint8)
 
     def let_go(self) -> None:
         """Check the tensors and forget them, as NCCL does when a stream waits."""
@@ -551,8 +576,10 @@ class NcclRules(dist.ProcessGroup):
     def abort(self) -> None:
         """End all operations of the group, whose waits raise."""
         counts["aborts"] += 1
-        self.engine.break_down("remote", "NCCL communicator was aborted")
+        self.engine.abort()
         self.engine.close(self)
+        if self.gloo is not None:
+            self.gloo.abort()
 
 
 def _split(x: Tensor, sizes: Sequence[int], n: int) -> list[Tensor]:
@@ -580,7 +607,7 @@ def _route(name: str) -> None:
     setattr(NcclRules, name, routed)
 
 
-for _name in ("send", "recv", "broadcast", "allreduce", "allgather"):
+for _name in ("send", "recv", "recv_anysource", "broadcast", "allreduce", "allgather"):
     _route(_name)
 
 
@@ -607,6 +634,22 @@ def _new_group(*args: Any, **kwargs: Any) -> Any:
 
 
 dist.distributed_c10d._new_process_group_helper = _new_group
+
+_set_timeout_by_torch = dist.distributed_c10d._set_pg_timeout
+
+
+def _set_timeout(timeout: timedelta, group: Any = None) -> None:
+    """Set the time limit of a group, as torch does for its own classes."""
+    pg: Any = group or dist.group.WORLD
+    if not isinstance(pg, NcclRules):
+        _set_timeout_by_torch(timeout, group)
+        return
+    pg.timeout = timeout
+    if pg.gloo is not None:
+        pg.gloo._set_default_timeout(timeout)
+
+
+dist.distributed_c10d._set_pg_timeout = _set_timeout
 
 
 class Ruled:
