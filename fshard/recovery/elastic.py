@@ -243,7 +243,8 @@ class ElasticRun:
 # Note [Errors beside a loss]
 # A lost process shows in many errors: of a collective, of the store, of a checkpoint that it had a
 # share of, of another library's group. So each error while a process is lost counts as the loss. An
-# error of the program is raised again by the function, and then nothing is lost beside it.
+# error of the program is raised again by the function, and then nothing is lost beside it. One that
+# all processes raise is no loss: a process that has left by its own error is not counted.
 #
 # An error of waiting without a loss, such as a deadlock of the program, would be repeated for ever.
 # So it is raised if the next generation has the same processes.
