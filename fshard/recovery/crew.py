@@ -125,10 +125,10 @@ class VirtualCrew:
         raise AssertionError("the caller has all virtual devices")
 
     def end(self) -> None:
-        self._wanted[0] = 0  # those that have come too late do not take part in the next run
+        self._new.count = 0  # those that are too late do not take part in the next run
 
     def leave(self) -> None:
-        self._wanted[0] = 0
+        self._new.count = 0
 
 
 class ProcessCrew:
