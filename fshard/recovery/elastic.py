@@ -142,7 +142,8 @@ class ElasticRun:
     ) -> Any:
         """Return the last version, in the layouts of a target: see `fs.restore`.
 
-        Random generators get their states of that version too. All devices of the mesh call it.
+        Random generators get their states of a version in memory too; those of a folder are in the
+        tree, if it has an `fs.RandomState`. All devices of the mesh call it.
         """
         self._has_restored = True
         version = self._last_version()
@@ -429,7 +430,9 @@ def elastic(
             neighbours may be lost at once. With 0 the run continues from the folder.
         every: `run.save` keeps the steps that this divides, and the others are repeated.
         folder: `run.save` saves there too, and the run continues from it if too many were lost.
-            Processes that are started later with it take part after the next `run.save`.
+            Processes that are started later with it take part after the next `run.save`. It has the
+            tree alone: put an `fs.RandomState()` in it if steps draw numbers. A save that a loss
+            interrupts is not made again.
         memory: of the copies, "device" or "host".
         devices: the number of virtual devices, where no processes were started together: so one
             program runs on both.
