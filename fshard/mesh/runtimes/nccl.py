@@ -390,7 +390,7 @@ class HangWatch:
         marked = time.monotonic()
         mark = self._stream.record_event()
         while works.error is None and not self._stopped.wait(self._pause()):
-            failure = self._read_failure() or self._read_loss()
+            failure = self._read_loss() or self._read_failure()
             if failure:
                 works.error = LostProcessError(failure)
             elif mark.query():
