@@ -163,7 +163,7 @@ class Shelf:
 
 
 # Note [Behind the host]
-# On a GPU the host starts copies, and goes on. If a process is lost, kernels of others hang in a
+# On a GPU the host starts copies, and continues. If a process is lost, kernels of others hang in a
 # collective; when that is aborted, what was queued behind it runs on garbage, copies of the state
 # too. So a share counts only once the host knows that the device has it, and no host starts to
 # write over the version before until all know it. Each `save` waits for the copies of the one
