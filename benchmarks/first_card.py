@@ -12,6 +12,7 @@ file of JSON have, for each, its seconds, its exit code, what it found, and what
     messages    a ring of sends, a sum of one rank, and a pipeline, with FSHARD_CHECK=1
     raise       rank 1 raises: both must end soon, and not with 0
     hang        rank 1 never joins a psum: rank 0 must end after FSHARD_TIMEOUT, and not with 0
+    elastic     rank 1 is killed, without a word; rank 0 must go on alone, with equal bits
     programs    one program each: parameters on the host beside an unused one, a batch on the host,
                 offload of activations and of state, experts, heads of 20 elements, clipping, fp16
     kernels     operations that sharding adds to a step, beside fully_shard's: see kernels.py
@@ -34,10 +35,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,6 +97,7 @@ class Part:
         limit: seconds after which it is killed.
         ranks: number of processes.
         must_fail: True if it must end with another code than 0.
+        killed: the rank that is killed, whose code does not count.
         environment: more variables.
         missing: what it cannot do on this device.
     """
@@ -104,6 +107,7 @@ class Part:
     limit: float
     ranks: int = 1
     must_fail: bool = False
+    killed: int | None = None
     environment: dict[str, str] = field(default_factory=dict[str, str])
     missing: str = ""
 
@@ -147,6 +151,7 @@ def parts(device: str) -> list[Part]:
             environment={**backend, "FSHARD_TIMEOUT": "10"},
             missing=no_nccl,
         ),
+        Part("elastic", own("elastic"), 60, 2, killed=1, environment=backend, missing=no_nccl),
         Part("kernels", [python, str(HERE.with_name("kernels.py"))], 60),
         Part("bf16", bf16, 60, missing=no_card),
         Part("calibrate", calibrate, 50, missing=no_card),
@@ -175,7 +180,7 @@ def outcome_of(part: Part, port: int) -> Outcome:
 
     # All ranks must have ended by themselves; a part that must fail fails in one of them.
     has_ended = None not in codes
-    failures = [code for code in codes if code]
+    failures = [code for rank, code in enumerate(codes) if code and rank != part.killed]
     passed = has_ended and bool(failures) == part.must_fail
     code = None
     if has_ended:
@@ -281,6 +286,53 @@ def hang_in_one_rank(device: str) -> None:
 
     (total,) = fs.run(main, mesh=mesh)
     print(f"this rank reads {total.item()}")
+
+
+STEPS = 6
+
+
+def elastic(device: str) -> None:
+    """Train on two ranks, of which rank 1 is killed; compare with a run on one device."""
+
+    def make_mesh(devices: Sequence[int]) -> fs.Mesh:
+        return fs.make_mesh({"data": len(devices)}, devices=devices, device=device)
+
+    def train(run: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        apply, params, buffers = fs.functionalize(Branches().to(device))
+        params = fs.shard_params(params, fs.fsdp("data"), mesh=run.mesh)
+        opt = fs.partition_optimizer(fs.optim.adamw(1e-3), mesh=run.mesh, axis="data", stage=3)
+        step = fs.train_step(
+            lambda params, x: apply(params, buffers, x)[0],
+            opt,
+            mesh=run.mesh,
+            batch=P("data"),
+            donate=True,
+            reproducible=True,
+            slices=2,
+        )
+        kept = {"params": params, "state": opt.init(params), "steps": 0}
+        if run.latest is not None:
+            kept = run.restore(kept)
+        while kept["steps"] < STEPS:
+            torch.manual_seed(kept["steps"])
+            x = torch.randn(32, 64)
+            if kept["steps"] == STEPS // 2 and run.mesh.size == 2 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            kept["params"], kept["state"], _ = step(kept["params"], kept["state"], x)
+            kept["steps"] += 1
+            run.save(kept["steps"], kept)
+        return fs.unshard(kept["params"])
+
+    trained = fs.elastic(make_mesh)(train)
+    result = trained()
+    assert result is not None
+    print(f"the device goes on: {trained.generations}")
+    one = fs.make_mesh({"data": 1}, runtime="virtual", device=device)
+    expected = train(SimpleNamespace(mesh=one, latest=None, save=lambda step, kept: None))
+    for name, x in expected.items():
+        assert torch.equal(result[name], x), f"{name} has other bits"
+    print("bits: equal")
 
 
 # -- programs of one device ------------------------------------------------------------------------
@@ -452,6 +504,7 @@ OWN_PARTS: dict[str, Callable[[str], None]] = {
     "messages": messages,
     "raise": raise_in_one_rank,
     "hang": hang_in_one_rank,
+    "elastic": elastic,
     "programs": programs,
 }
 

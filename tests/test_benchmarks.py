@@ -188,7 +188,9 @@ def test_kernels_of_a_step_do_not_grow():
     assert rows["fshard"]["gathers"] == 10
 
 
-@pytest.mark.parametrize("only", [["raise"], thorough(["programs", "messages", "raise"])], ids=len)
+@pytest.mark.parametrize(
+    "only", [["raise"], thorough(["programs", "messages", "elastic", "raise"])], ids=len
+)
 def test_first_card_runs_without_a_card(tmp_path, only):
     """Each part says what it could not do; those that must fail end by themselves, and not with 0."""
     file = tmp_path / "first.json"

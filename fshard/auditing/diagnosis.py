@@ -70,7 +70,7 @@ def device_name(mesh: Mesh, number: int) -> str:
     'device 2 (data=1, model=0)'
     """
     is_of_processes = mesh.runtime == "process"
-    if not mesh.is_member:  # then the mesh is abstract here, and so says nothing
+    if not mesh.is_member:  # then the mesh is abstract here, whatever it is for its members
         is_of_processes = here() is None
     kind = "process" if is_of_processes else "device"
     coordinates = mesh.coordinates(mesh.devices.index(number))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
@@ -34,7 +34,7 @@ from fshard.mesh.layout.counting import LedgerRow, counting, without_counters
 from fshard.mesh.layout.kinds import empty_in, owned_by
 from fshard.mesh.reshard.between import mesh_of_numbers
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.process import beside_computation, machines_of
+from fshard.mesh.runtimes.process import Finish, beside_computation, machines_of
 from fshard.mesh.spmd.moments import listeners, reach
 from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.mesh.spmd.scope import Pending
@@ -113,26 +113,25 @@ class Shelf:
     Args:
         versions: the last one first.
         arriving: shares of the last version that may not have their values yet.
-        reached: waits until the device has them; None where the host waits for each call.
+        finish: returns them, once the device has them; None where the host waits for each call.
         saved: the number of versions of this generation.
     """
 
     versions: list[Version] = field(default_factory=list[Version])
     arriving: list[Arriving] = field(default_factory=list[Arriving])
-    reached: Callable[[], None] | None = None
+    finish: Finish | None = None
     saved: int = 0
 
     def complete(self) -> None:
         """Wait for the shares that are on their way: see Note [Behind the host]."""
-        arrived: dict[int, Tensor] = {}
-        for owner, size, call in self.arriving:
-            (row,) = call.wait()
-            arrived[owner] = row[:size]
-        if self.reached is not None:
-            self.reached()
-            self.reached = None
-        if arrived:
-            self.versions[0].shares |= arrived
+        calls = [call for _, _, call in self.arriving]
+        if self.finish is not None:
+            results = self.finish(calls)
+        else:
+            results = [call.wait() for call in calls]
+        for (owner, size, _), (row,) in zip(self.arriving, results, strict=True):
+            self.versions[0].shares[owner] = row[:size]
+        self.finish = None
         self.arriving = []
 
     def free_memory(self) -> Tensor | None:
@@ -145,7 +144,7 @@ class Shelf:
         """Drop all versions but one, as a generation begins: see Note [Two versions]."""
         self.versions = [version for version in self.versions if version.key == key]
         self.arriving = []
-        self.reached = None
+        self.finish = None
         self.saved = 0
 
 
@@ -164,7 +163,7 @@ class Shelf:
 
 
 # Note [Behind the host]
-# On a GPU the host starts copies, and goes on. If a process is lost, kernels of others hang in a
+# On a GPU the host starts copies, and continues. If a process is lost, kernels of others hang in a
 # collective; when that is aborted, what was queued behind it runs on garbage, copies of the state
 # too. So a share counts only once the host knows that the device has it, and no host starts to
 # write over the version before until all know it. Each `save` waits for the copies of the one
@@ -327,7 +326,7 @@ class Copies:
             shelf.versions.insert(0, version)
             if listeners:
                 reach("copy")
-            with beside_computation(meeting) as shelf.reached:
+            with beside_computation(meeting) as shelf.finish:
                 for shift in shifts:
                     owner = (device - shift) % len(sizes)
                     for ledger in active():
@@ -335,7 +334,7 @@ class Copies:
                     with uncounted():
                         call = start(_ring(len(sizes), shift), row)
                     shelf.arriving.append(Arriving(owner, sizes[owner], call))
-            if shelf.reached is None:
+            if shelf.finish is None:
                 version.shares[device] = row[: sizes[device]]
             else:
                 shelf.arriving.append(Arriving(device, sizes[device], Done((row,))))

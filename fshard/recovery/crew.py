@@ -125,7 +125,7 @@ class VirtualCrew:
         raise AssertionError("the caller has all virtual devices")
 
     def end(self) -> None:
-        self._new.count = 0  # those that have come too late do not take part in the next run
+        self._new.count = 0  # those that are too late do not take part in the next run
 
     def leave(self) -> None:
         self._new.count = 0

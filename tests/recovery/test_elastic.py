@@ -44,7 +44,7 @@ def moments_of(make_mesh, program):
     return reached
 
 
-def some_of(reached, count=12):
+def some_of(reached, count=9):
     """Choose devices with moments: one of each phase, and others."""
     every = [(device, moment) for device, row in reached.items() for moment in row]
     random.Random(0).shuffle(every)

@@ -106,8 +106,9 @@ def check_bits(run, name, steps, count):
             assert torch.equal(result["params"][parameter], x), parameter
 
 
-@pytest.mark.parametrize("name", ["zero 3", "zero 1", "tensor axis", "dropout"])
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "victim"), [("zero 3", 0), ("zero 1", 2), ("tensor axis", 2), ("dropout", 3)]
+)
 def test_a_killed_process_changes_no_bit(name, victim, tmp_path):
     run = start(tmp_path, name, 12, seconds=0.01, has_folder=False)
     try:
@@ -226,6 +227,7 @@ def test_a_run_grows_and_shrinks(tmp_path):
         run.close()
 
 
+@pytest.mark.thorough
 def test_a_stopped_process_is_left_behind_after_the_limit(tmp_path):
     run = start(tmp_path, "zero 3", 200, seconds=0.01, has_folder=False, timeout=3.0)
     try:
@@ -314,7 +316,7 @@ def die_before_a_save(run, write):
         return fs.unshard(kept["w"])
 
     def save(folder, step, tree, **options):
-        if step == 2 and fs.mesh.process_index() == 1 and fs.mesh.process_count() == 3:
+        if step == 4 and fs.mesh.process_index() == 1 and fs.mesh.process_count() == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         write(step=step)
         save_to_disk(folder, step, tree, **options)
@@ -328,7 +330,7 @@ def die_before_a_save(run, write):
 
 
 def test_a_save_in_the_background_waits_for_no_lost_process(tmp_path):
-    """Process 1 is lost before it has begun to write: the others end at once, not in 600 s."""
+    """Process 1 is lost before it has begun the last save: the others end at once, not in 600 s."""
     run = Run(tmp_path)
     try:
         run.start(3, die_before_a_save)
@@ -336,7 +338,7 @@ def test_a_save_in_the_background_waits_for_no_lost_process(tmp_path):
         for process in (0, 2):
             run.processes[process].join(20)
             assert run.processes[process].exitcode == 0
-            assert run.last(process)["latest"] == 4
+            assert run.last(process)["latest"] == 3
         for result in results_of(run):
             assert torch.equal(result, torch.full((8,), 16.0))
     finally:

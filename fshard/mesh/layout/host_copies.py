@@ -78,7 +78,14 @@ def start_read(
     # On the compute stream, since the caller may write to the tensors right after this call. On
     # another stream the copies would run beside what follows, and beside these writes too.
     for x, copy in zip(xs, copies, strict=True):
-        if x is not copy:
+        if x is copy:
+            continue
+        if is_on_host(x) and not is_on_host(copy):
+            # From pageable memory the host might wait for the stream; and the caller may write to
+            # pinned memory before the copy.
+            staging = pinned_like(x)
+            copy.copy_(staging.copy_(x), non_blocking=True)
+        else:
             copy.copy_(x, non_blocking=True)
 
     # After all copies: an event waits for what was queued before it, not for later work.

@@ -66,6 +66,8 @@ _C10D: Any = dist.distributed_c10d
 _NEVER_SENT = (1 << 20) - 1
 """A tag that no message has: see Note [Tags]."""
 
+Finish = Callable[["Sequence[Pending]"], "list[tuple[Tensor, ...]]"]
+"""Returns the results of calls, once the device has them."""
 SentMessage = tuple[CallInfo, tuple[Tensor, ...]]
 """A message of a process to itself."""
 
@@ -422,10 +424,9 @@ class ProcessWorld:
 
         has_new_error = not self.has_failed and bool(calls)
         self.has_failed |= not waiting or works.error is not None or bool(calls)
-        if self.has_failed and self._hang_watch is not None:
+        # One that continues in another world has published that; and the store may be stopped.
+        if self.has_failed and self._hang_watch is not None and not keeps_store:
             text = f"Process {self.rank} has failed: look for its own error."
-            if keeps_store:
-                text = f"Process {self.rank} has left, to go on in another world."
             self._hang_watch.publish(text)
         self.peers.close()
         if not waiting:
@@ -482,7 +483,7 @@ class ProcessWorld:
             self._hang_watch.linger()
 
     def watch_losses(self, find_loss: Callable[[], str]) -> None:
-        """Let the watch for hangs, where there is one, ask what is known of a lost process."""
+        """Let the watch for hangs, where there is one, read what is known of a lost process."""
         if self._hang_watch is not None:
             self._hang_watch.find_loss = find_loss
 
@@ -540,12 +541,12 @@ class ProcessWorld:
     #     host           save 1, step 2 ...                  save 2: waits for ●
     #
     # All processes start a copy at one place of the program, as they start collectives, and it waits
-    # for nothing that comes later.
+    # for nothing that follows it.
     @contextmanager
-    def beside(self, members: tuple[int, ...]) -> Generator[Callable[[], None] | None]:
+    def beside(self, members: tuple[int, ...]) -> Generator[Finish | None]:
         """Run a block whose collectives of a group run beside the computation.
 
-        Yield a function that waits until the device has done what was started in such blocks, and
+        Yield a function that returns the results of such calls, once the device has done them, and
         all that it had been given before. It raises if the groups were aborted meanwhile. Yield
         None where the host waits for each call, or there is none.
         """
@@ -561,11 +562,20 @@ class ProcessWorld:
             self._beside[members] = transport, device.Stream()
         transport, stream = self._beside[members]
         stream.wait_stream(device.current_stream())
+
+        def finish(calls: Sequence[Pending]) -> list[tuple[Tensor, ...]]:
+            # On their own stream. If the computation waited for them, the allocator would keep
+            # their memory until it had done all that it has been given by now.
+            with device.stream(stream):
+                results = [call.wait() for call in calls]
+                watch.wait(stream.record_event())
+            return results
+
         usual = self._transports.pop(members, None)
         self._transports[members] = transport
         try:
             with device.stream(stream):
-                yield lambda: watch.wait(stream.record_event())
+                yield finish
         finally:
             del self._transports[members]
             if usual is not None:
@@ -715,7 +725,7 @@ def share_files(mesh: Mesh) -> bool:
     return len(places) == 1 and 0 not in places.pop()
 
 
-def beside_computation(mesh: Mesh) -> AbstractContextManager[Callable[[], None] | None]:
+def beside_computation(mesh: Mesh) -> AbstractContextManager[Finish | None]:
     """Let collectives of all devices of a mesh run beside the computation: see `beside`."""
     if mesh.runtime != "process":
         return nullcontext()
@@ -723,7 +733,7 @@ def beside_computation(mesh: Mesh) -> AbstractContextManager[Callable[[], None] 
 
 
 def watch_losses(find_loss: Callable[[], str]) -> None:
-    """Let the watch for hangs, where there is one, ask what is known of a lost process."""
+    """Let the watch for hangs, where there is one, read what is known of a lost process."""
     if _state.world is not None:
         _state.world.watch_losses(find_loss)
 

@@ -23,6 +23,17 @@ def test_host_waits_only_where_it_reads(gpu):
     assert ones.tolist() == [1, 1, 1] and zeros is on_host and gpu.log == ["to host", "host waits"]
 
 
+def test_a_copy_to_the_device_keeps_what_the_host_had(gpu):
+    """The host does not wait, and may write to its tensor at once."""
+    x = gpu.on_host(torch.ones(3))
+    target = torch.zeros(3)
+    read = start_read([x], [target])
+    x.add_(1)
+    assert gpu.log == ["to device"]
+    assert target.tolist() == [1, 1, 1]
+    del read
+
+
 def test_layout_in_host_memory_waits_for_its_event(gpu, monkeypatch):
     monkeypatch.setitem(
         kinds.makers, "host", lambda shape, dtype: gpu.pinned_like(torch.empty(shape, dtype=dtype))

@@ -163,3 +163,4 @@ def install() -> None:
     make.choose_device_type = choose_device_type
     elastic.choose_device_type = choose_device_type
     host_copies.compute_event = lambda device: Stream()
+    host_copies.pinned_like = lambda x: torch.empty_like(x, device="cpu")

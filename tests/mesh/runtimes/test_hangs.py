@@ -114,6 +114,31 @@ def test_call_that_cannot_end_is_written_aborted_and_raised(is_hanging, world, c
     assert "pmax" not in written
 
 
+def test_known_loss_ends_the_groups_at_once(world, capfd):
+    """Within less than the limit, and without the table of calls: the program goes on."""
+    world.runs = False
+    handle = start(world)
+    process.watch_losses(lambda: "Process 3 has ended.")
+    wait_for_abort(world)
+    with pytest.raises(fs.errors.LostProcessError, match="Process 3 has ended"):
+        handle.wait()
+    assert capfd.readouterr().err == "fshard: Process 3 has ended.\n"
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_mark_behind_an_abort_raises(is_reached, world):
+    """Where groups are aborted the device reaches all marks, with garbage before them."""
+    watch = world.process._hang_watch
+    mark = SimpleNamespace(query=lambda: is_reached)
+    if is_reached:
+        watch.wait(mark)
+    process.watch_losses(lambda: "Process 3 has ended.")
+    with pytest.raises(fs.errors.LostProcessError, match="Process 3 has ended"):
+        if is_reached:
+            wait_for_abort(world)
+        watch.wait(mark)
+
+
 def test_call_in_time_is_not_ended(world):
     start(world)
     time.sleep(1.3)
