@@ -8,11 +8,14 @@ import gc
 import random
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fshard as fs
+from fshard.checkpoint.save import write
+from fshard.checkpoint.snapshot import snapshot_of
 from fshard.errors import CheckpointError, LostStateError, MeshError
 from fshard.mesh.layout import flatten
 from fshard.recovery.copies import VersionKey
@@ -433,6 +436,15 @@ def test_a_save_in_the_background_ends_with_devices_that_wrote_it(tmp_path):
         result, generations = run_elastic(of_count, program, folder=fs.Checkpoints(tmp_path))
     assert (generations[1].source, generations[1].step) == ("checkpoint", 1)
     assert torch.equal(result, torch.full((8,), 4.0))
+
+
+def test_a_save_of_a_world_that_was_left_waits_for_none_that_had_not_begun(tmp_path):
+    layout = fs.Layout(fs.make_mesh({"data": 2}), fs.P("data"))
+    content = snapshot_of({"w": fs.device_put(torch.ones(2), layout)})
+    content = replace(content, shares={0: content.shares[0]}, is_staying=lambda: False)
+
+    with pytest.raises(CheckpointError, match="processes of devices 1 have ended"):
+        write(tmp_path, content, "token", 5)
 
 
 def test_growth_that_comes_too_late_is_not_of_the_next_call():
