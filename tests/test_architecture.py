@@ -128,6 +128,7 @@ MAY_IMPORT = {
         "comm",
         "experts",
         "explore",
+        "recovery",
         "refit",
         "report",
         "nn",

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from fshard.auditing.compare import Difference
 from fshard.auditing.diagnosis import (
@@ -110,6 +110,8 @@ def audit(
         errors.append(f"every must be an integer >= 1; got {every!r}")
     if on_difference not in ("raise", "warn"):
         errors.append(f'on_difference must be "raise" or "warn"; got {on_difference!r}')
+    if stage is not None and (stage not in get_args(Stage) or isinstance(stage, bool)):
+        errors.append(f"stage must be 0, 1, 2 or 3, as in ZeRO; got {stage!r}")
     if program is not None and ":" not in program:
         errors.append(f'program must be "FILE:FUNCTION"; got {program!r}')
     if errors:
@@ -155,8 +157,9 @@ class AuditedStep:
         has_digest: compare replicas after each step.
         program: makes the step again, for `fshard replay`.
 
-    `calls` counts calls, `audits` those that were audited; `last` is the outcome of the last audit,
-    None before the first.
+    `calls` counts calls: set it to the number of steps of an earlier run, and numbers continue.
+    `audits` counts those that were audited; `last` is the outcome of the last audit, None before
+    the first.
     """
 
     __name__ = "train_step"  # for what wraps a function, such as functools.wraps

@@ -3,8 +3,8 @@
 Both are repeated from the kept inputs:
 
     this layout       the other layout
-    repeats itself    repeats itself        the layouts disagree: where, says the first phase in
-                                            which their slices, gradients or results differ
+    repeats itself    repeats itself        the layouts disagree, in the first phase in which their
+                                            slices, gradients or results differ
     differs           repeats itself        a fault in the first run, on the device whose record is
                                             the first to differ from the repetition
     repeats itself    differs               a fault in the run that audits
@@ -70,7 +70,7 @@ def device_name(mesh: Mesh, number: int) -> str:
     'device 2 (data=1, model=0)'
     """
     is_of_processes = mesh.runtime == "process"
-    if not mesh.is_member:  # then the mesh is abstract here, and so says nothing
+    if not mesh.is_member:  # then the mesh is abstract here, whatever it is for its members
         is_of_processes = here() is None
     kind = "process" if is_of_processes else "device"
     coordinates = mesh.coordinates(mesh.devices.index(number))

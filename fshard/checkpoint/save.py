@@ -55,6 +55,7 @@ from fshard.errors import CheckpointError, LostProcessError
 from fshard.mesh.collectives.api import broadcast, pmax
 from fshard.mesh.layout import PyTree, shortened
 from fshard.mesh.runtimes.process import has_ended
+from fshard.mesh.runtimes.watch import default_store
 from fshard.mesh.spmd.moments import Killed, deaths, listeners
 from fshard.mesh.spmd.run import reach_on
 from fshard.mesh.spmd.scope import here
@@ -130,8 +131,7 @@ def run_token() -> str:
     """Return a name that all processes of this run share; "" for a process without others."""
     if not dist.is_initialized():
         return ""
-    store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-    return store.compare_set("fshard/checkpoint", "", secrets.token_hex(5)).decode()
+    return default_store().compare_set("fshard/checkpoint", "", secrets.token_hex(5)).decode()
 
 
 def next_token() -> str:
@@ -333,7 +333,7 @@ def _wait_for_manifests(
             next_look = time.monotonic() + 1
             ended: list[str] = []
             for writer in missing:
-                if _has_ended(folder, tree.ranks, token, writer, device):
+                if _has_ended(folder, tree, token, writer, device):
                     ended.append(str(writer))
             if ended:
                 reason = f"the processes of devices {', '.join(ended)} have ended."
@@ -371,13 +371,15 @@ def _check_marks(folder: Path, token: str, names: Iterable[str]) -> None:
         raise CheckpointError(f"{folder} is not saved, since another device failed: {texts}")
 
 
-def _has_ended(
-    folder: Path, ranks: Sequence[int] | None, token: str, writer: int, device: int
-) -> bool:
+def _has_ended(folder: Path, tree: TreeSnapshot, token: str, writer: int, device: int) -> bool:
     """Return True if the process of a writer has ended: its link is closed, or its lock is free."""
-    if ranks is not None and has_ended(ranks[writer]):
-        return True
     lock = folder / f"{token}-{writer}.lock"
+    if not tree.is_staying():
+        # After a loss ranks are other processes. Who had not begun to write by then never does.
+        if not lock.exists():
+            return True
+    elif tree.ranks is not None and has_ended(tree.ranks[writer]):
+        return True
     own_lock = folder / f"{token}-{device}.lock"
     # A lock that this process has shows that the file system has locks.
     return lock.exists() and not is_locked(lock) and is_locked(own_lock)

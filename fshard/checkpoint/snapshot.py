@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from fshard.mesh.layout import Memory, Mesh, PyTree
 from fshard.mesh.layout.host_copies import start_read
 from fshard.mesh.layout.kinds import empty_in, memory_of, owned_by
 from fshard.mesh.layout.sharded import Sharded
+from fshard.mesh.runtimes.process import staying
 from fshard.mesh.spmd.moments import deaths
 from fshard.mesh.spmd.run import as_one_device, is_outside
 
@@ -58,6 +59,7 @@ class TreeSnapshot:
         mesh: of the devices that write; None for a process without others.
         wait: returns when the values of the ranges are there.
         deaths: the number of virtual devices that were killed before.
+        is_staying: returns False once the process has joined another world.
     """
 
     index: Index
@@ -66,6 +68,7 @@ class TreeSnapshot:
     mesh: Mesh | None = None
     wait: Callable[[], object] = tuple
     deaths: int = field(default_factory=lambda: len(deaths))
+    is_staying: Callable[[], bool] = field(default_factory=staying)
 
     @property
     def ranks(self) -> Sequence[int] | None:
@@ -107,7 +110,7 @@ class TreeSnapshot:
                     originals += values
                     copies += row_copies
         wait = start_read(originals, copies)
-        return TreeSnapshot(self.index, shares, self.replicas, self.mesh, wait, self.deaths)
+        return replace(self, shares=shares, wait=wait)
 
 
 def _dtype(x: WrittenRange) -> torch.dtype:

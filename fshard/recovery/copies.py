@@ -26,7 +26,7 @@ from fshard.checkpoint.form import share_sizes
 from fshard.checkpoint.index import Index, index_of
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.snapshot import TreeSnapshot, as_device_of, snapshot_of
-from fshard.errors import MismatchError
+from fshard.errors import CheckpointError, MismatchError
 from fshard.mesh.collectives.ledger import active, uncounted
 from fshard.mesh.collectives.moves import Permute
 from fshard.mesh.layout import Memory, Mesh, PyTree
@@ -163,7 +163,7 @@ class Shelf:
 
 
 # Note [Behind the host]
-# On a GPU the host starts copies, and goes on. If a process is lost, kernels of others hang in a
+# On a GPU the host starts copies, and continues. If a process is lost, kernels of others hang in a
 # collective; when that is aborted, what was queued behind it runs on garbage, copies of the state
 # too. So a share counts only once the host knows that the device has it, and no host starts to
 # write over the version before until all know it. Each `save` waits for the copies of the one
@@ -259,6 +259,7 @@ class Copies:
             return False
         with as_device_of(mesh):
             content = snapshot_of({TREE: tree, RANDOM: RandomState()}, compare=False)
+        _validate_devices(content, mesh)
         text = content.index.text
         digest = zlib.crc32(text.encode())
 
@@ -373,6 +374,15 @@ class Copies:
 def _size(content: TreeSnapshot, device: int) -> int:
     """Return the bytes of a device's share."""
     return sum([x.values.nbytes for x in content.shares.get(device, ())])
+
+
+def _validate_devices(content: TreeSnapshot, mesh: Mesh) -> None:
+    """Raise if arrays are on other devices than those of a run, which keep their shares."""
+    if content.mesh is not None and content.mesh.devices != mesh.devices:
+        raise CheckpointError(
+            f"run.save: arrays must be on the devices of run.mesh, {mesh}; got {content.mesh}. "
+            "Lay them out on run.mesh, or on slices of it."
+        )
 
 
 def _validate(rows: Sequence[Sequence[int]]) -> None:

@@ -6,7 +6,8 @@ for devices that come later. A *crew* is those of one generation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from fshard.errors import CollectiveTimeoutError, LostProcessError, MeshError
@@ -68,37 +69,54 @@ class Crew(Protocol):
         ...
 
 
+@dataclass
+class NewDevices:
+    """The virtual devices that are to join a run, of all its generations.
+
+    Args:
+        count: their number.
+        next_name: the name of the first of them.
+    """
+
+    count: int = 0
+    next_name: int = 0
+
+    def take(self) -> tuple[int, ...]:
+        """Return the names of all, which join now."""
+        names = range(self.next_name, self.next_name + self.count)
+        self.next_name += self.count
+        self.count = 0
+        return tuple(names)
+
+
 class VirtualCrew:
     """Virtual devices."""
 
-    def __init__(self, generation: int, names: tuple[int, ...], wanted: list[int]) -> None:
+    def __init__(self, generation: int, names: tuple[int, ...], new: NewDevices) -> None:
         self.generation = generation
         self.names = names
-        self._wanted = wanted
-        """The number of devices that are to join, in a list that all generations share."""
+        self._new = new
 
     @property
     def numbers(self) -> tuple[int, ...]:
         return self.names
 
     def is_loss(self, error: BaseException) -> bool:
-        return isinstance(error, LostProcessError) and not {*self.names}.isdisjoint(error.lost)
+        return not _lost_by(error).isdisjoint(self.names)
 
     def has_joiners(self) -> bool:
-        return self._wanted[0] > 0
+        return self._new.count > 0
 
     def regroup(self, error: BaseException | None) -> VirtualCrew:
-        lost = error.lost if isinstance(error, LostProcessError) else ()
-        names = [name for name in self.names if name not in lost]
+        lost = _lost_by(error)
         for name in lost:
             moments.dead.pop(name, None)  # from now on the number may be of another mesh's device
+        names = tuple([name for name in self.names if name not in lost])
+        if error is None:
+            names += self._new.take()
         if not names:
             raise LostProcessError("fs.elastic: all devices were lost.")
-        if error is None:
-            first = self._wanted[1]
-            names += range(first, first + self._wanted[0])
-            self._wanted[:] = [0, first + self._wanted[0]]
-        return VirtualCrew(self.generation + 1, tuple(names), self._wanted)
+        return VirtualCrew(self.generation + 1, names, self._new)
 
     def find(self, copies: Copies, mesh: Mesh) -> Found | None:
         return find_here(copies.shelves)
@@ -107,10 +125,10 @@ class VirtualCrew:
         raise AssertionError("the caller has all virtual devices")
 
     def end(self) -> None:
-        pass
+        self._new.count = 0  # those that are too late do not take part in the next run
 
     def leave(self) -> None:
-        pass
+        self._new.count = 0
 
 
 class ProcessCrew:
@@ -134,9 +152,11 @@ class ProcessCrew:
         return tuple(range(len(self.names)))
 
     def is_loss(self, error: BaseException) -> bool:
-        # Whatever has failed beside a process that is lost, has failed because of that.
-        is_of_others = isinstance(error, LostProcessError | CollectiveTimeoutError)
-        return is_of_others or self._members.has_lost()
+        for cause in _causes(error):
+            if isinstance(cause, LostProcessError | CollectiveTimeoutError):
+                return True
+        # Whatever has failed beside a process that is dead, has failed because of that.
+        return self._members.has_dead()
 
     def has_joiners(self) -> bool:
         return self._members.has_joiners()
@@ -162,8 +182,28 @@ class ProcessCrew:
         self._members.leave()
 
 
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those that the program has handled when it raised it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _lost_by(error: BaseException | None) -> set[int]:
+    """Return the numbers of the devices whose loss has caused an error."""
+    lost: set[int] = set()
+    for cause in _causes(error):
+        if isinstance(cause, LostProcessError):
+            lost.update(cause.lost)
+    return lost
+
+
 def largest_mesh(make_mesh: MakeMesh, numbers: Sequence[int]) -> Mesh:
-    """Return the mesh of as many devices as a function makes one of."""
+    """Return the mesh of as many devices as a function makes one of.
+
+    An error of the function may be meant, as of an odd number of devices, or a mistake. So the first
+    one is raised if no number will do: that of all devices.
+    """
     first_error: MeshError | None = None
     for count in range(len(numbers), 0, -1):
         try:

@@ -5,10 +5,9 @@ the devices, and of each step.
 
     devices 0 1 2 3    train(run)    step 1, save, step 2, save, step 3 ... device 2 is lost
     devices 0 1 3      train(run)    restore: step 2    step 3, save, ...
-    devices 0 1 3 4    train(run)    restore: ...       after a save: device 4 has come
+    devices 0 1 3 4    train(run)    restore: ...       after a save: device 4 has joined
 
-A step is a transaction that `save` ends. What a function was doing when it was left is never read
-again, such as parameters that an update had half overwritten.
+A step is a transaction that `save` ends: see Note [Transactions].
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from fshard.checkpoint.folder import Checkpoints
 from fshard.checkpoint.random import RandomState
 from fshard.checkpoint.restore import RenamedSource, restore_from
 from fshard.checkpoint.snapshot import as_device_of
-from fshard.errors import CheckpointError, LostStateError, MeshError
+from fshard.errors import CheckpointError, LostProcessError, LostStateError, MeshError
 from fshard.mesh.layout import Memory, Mesh, PyTree, use_mesh
 from fshard.mesh.layout.make import choose_device_type
 from fshard.mesh.reshard.between import mesh_of_numbers
@@ -34,7 +33,14 @@ from fshard.mesh.runtimes.launchers import launched
 from fshard.mesh.spmd.run import device_of, is_outside
 from fshard.mesh.spmd.scope import here
 from fshard.recovery.copies import RANDOM, TREE, Copies, Found
-from fshard.recovery.crew import Crew, MakeMesh, ProcessCrew, VirtualCrew, largest_mesh
+from fshard.recovery.crew import (
+    Crew,
+    MakeMesh,
+    NewDevices,
+    ProcessCrew,
+    VirtualCrew,
+    largest_mesh,
+)
 from fshard.recovery.members import Members
 from fshard.recovery.source import SharesInMemory
 from fshard.transforms.options import integer, must_be, one_of
@@ -49,7 +55,7 @@ MEETING = "meeting"
 class Regroup(BaseException):
     """Leaves the function after a save, so that other devices can take part.
 
-    No `Exception`, which the function might handle.
+    It is no `Exception`, which the function might handle.
     """
 
 
@@ -198,12 +204,15 @@ class ElasticRun:
 
         if step % self._every == 0:
             has_joiners = self._copies.save(step, tree, flag=self._crew.has_joiners())
+            self._found = None  # its memory is that of a third version
         else:
             has_joiners = False
         if self._folder is not None:
             self._folder_here(self._folder).save(step, tree, wait=wait, metrics=metrics)
         if has_joiners:
             self._copies.complete_everywhere()
+            if self._folder is not None:
+                self._folder_here(self._folder).wait()
             raise Regroup
 
     def _folder_here(self, folder: Checkpoints) -> Checkpoints:
@@ -217,6 +226,26 @@ class ElasticRun:
         """Wait for saves in the background; raise their errors."""
         for folder in self._folders.values():
             folder.wait()
+
+
+# Note [Transactions]
+# A loss may leave an update half written on one device and not begun on another, and no device can
+# know how far the others have come. So all that the function has computed since the last `save` is
+# dropped, with the function itself, and the next generation begins from shares that were copied when
+# all devices had reached the same `save`.
+#
+#     device 0    save 4    step 5: update is done         dropped         save 4    step 5
+#     device 1    save 4    step 5: update is half done    dropped         save 4    step 5
+#     device 2    save 4    step 5: lost
+
+
+# Note [Errors beside a loss]
+# A lost process shows in many errors: of a collective, of the store, of a checkpoint that it had a
+# share of, of another library's group. So each error while a process is lost counts as the loss. An
+# error of the program is raised again by the function, and then nothing is lost beside it.
+#
+# An error of waiting without a loss, such as a deadlock of the program, would be repeated for ever.
+# So it is raised if the next generation has the same processes.
 
 
 class Elastic(Generic[Result]):
@@ -247,7 +276,7 @@ class Elastic(Generic[Result]):
         self._memory: Memory = memory
         self._devices = devices
         self._timeout = timeout
-        self._wanted = [0, 0]
+        self._new_devices = NewDevices()
 
     def grow(self, count: int) -> None:
         """Let more virtual devices take part from the next save on.
@@ -262,7 +291,7 @@ class Elastic(Generic[Result]):
         errors = integer("count", count)
         if errors:
             raise ValueError(f"grow: {errors[0]}.")
-        self._wanted[0] += count
+        self._new_devices.count += count
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result | None:
         """Call the function, again and again, until it returns; return its result.
@@ -281,50 +310,52 @@ class Elastic(Generic[Result]):
         copies = Copies(self._copies, self._memory)
         begin = RandomState().now()
         run: ElasticRun | None = None
+        unsettled: ElasticRun | None = None  # before a loss: it may still save in the background
         lost: tuple[int, ...] = ()
         noticed = time.monotonic()
         while True:
-            loss: Exception | None = None
+            loss: BaseException | None = None
             try:
-                mesh = largest_mesh(self._make_mesh, crew.numbers)
-                found = self._find(crew, copies, mesh, run)
-                run = self._next_run(crew, copies, mesh, found)
-                generation = ElasticGeneration(
-                    run.names, lost, run.latest, run.origin, time.monotonic() - noticed
-                )
+                run = self._next_run(crew, copies, run)
+                seconds = time.monotonic() - noticed
+                generation = ElasticGeneration(run.names, lost, run.latest, run.origin, seconds)
                 self.generations.append(generation)
                 if run.latest is None:
                     begin()  # one that begins anew draws the same numbers again
-                if not mesh.is_member:
+                if not run.mesh.is_member:
                     if not crew.wait():
                         return None
                     raise Regroup
-                with use_mesh(mesh):
+                with use_mesh(run.mesh):
                     result = self._function(run, *args, **kwargs)
                 run.settle()
+                _end(unsettled)
                 crew.end()
                 return result
             except Regroup:
                 pass
-            except Exception as error:
-                if not crew.is_loss(error):
+            except BaseException as error:
+                is_stop = not isinstance(error, Exception)  # such as Ctrl-C
+                if is_stop or not crew.is_loss(error):
                     crew.leave()
                     raise
+                _end(unsettled)
+                unsettled = run
                 # The frames that it has left still have the parameters of this generation.
                 traceback.clear_frames(error.__traceback__)
-                loss = error.with_traceback(None)
+                loss = error.with_traceback(None)  # see Note [Errors beside a loss]
 
             noticed = time.monotonic()
             before = crew.names
             crew = crew.regroup(loss)
             if loss is not None and crew.names == before:
                 crew.leave()
-                raise loss  # all are there: they have waited for each other in vain
+                raise loss
             lost = tuple([name for name in before if name not in crew.names])
             copies.drop(lost)
 
     def _first_crew(self) -> Crew | None:
-        """Return the devices that begin; None if this process wants to join a run that has ended."""
+        """Return the devices that begin; None if this process has waited to join until the end."""
         folder = None if self._folder is None else self._folder.path / MEETING
         can_join = folder is not None and folder.is_dir() and Members.runs_in(folder)
         if launched() or can_join:
@@ -333,11 +364,11 @@ class Elastic(Generic[Result]):
             return None if members is None else ProcessCrew(members)
         if self._devices is None:
             raise MeshError(
-                "fs.elastic: devices must be the number of virtual devices, since no processes were "
+                "fs.elastic: devices must be the number of virtual devices, as no processes were "
                 "started together; got None. Processes: fshard run --elastic --processes 4 file.py."
             )
-        self._wanted[1] = self._devices
-        return VirtualCrew(0, tuple(range(self._devices)), self._wanted)
+        self._new_devices.next_name = self._devices
+        return VirtualCrew(0, tuple(range(self._devices)), self._new_devices)
 
     def _find(
         self, crew: Crew, copies: Copies, mesh: Mesh, last_run: ElasticRun | None
@@ -349,16 +380,24 @@ class Elastic(Generic[Result]):
         except LostStateError:
             if self._folder is None:
                 raise
-        if found is None and last_run is not None:
-            with suppress(CheckpointError):  # of a save that those that are lost were part of
-                last_run.settle()
+        if found is None:
+            _end(last_run)
         return found
 
-    def _next_run(self, crew: Crew, copies: Copies, mesh: Mesh, found: Found | None) -> ElasticRun:
+    def _next_run(self, crew: Crew, copies: Copies, last_run: ElasticRun | None) -> ElasticRun:
         """Return the run of the next generation, which continues from a version."""
+        mesh = largest_mesh(self._make_mesh, crew.numbers)
+        found = self._find(crew, copies, mesh, last_run)
         names = tuple([crew.names[crew.numbers.index(number)] for number in mesh.devices])
         copies.begin(crew.generation, mesh, names, None if found is None else found.key)
         return ElasticRun(mesh, names, copies, crew, found, self._folder, self._every)
+
+
+def _end(run: ElasticRun | None) -> None:
+    """End the saves of a run that has lost devices: what they were part of ends by an error."""
+    if run is not None:
+        with suppress(CheckpointError, LostProcessError):
+            run.settle()
 
 
 def elastic(
@@ -389,7 +428,7 @@ def elastic(
         copies: the number of other devices that keep the share of each, at most all. So many
             neighbours may be lost at once. With 0 the run continues from the folder.
         every: `run.save` keeps the steps that this divides, and the others are repeated.
-        folder: where `run.save` saves too, and the run continues from if too many were lost, or all.
+        folder: `run.save` saves there too, and the run continues from it if too many were lost.
             Processes that are started later with it take part after the next `run.save`.
         memory: of the copies, "device" or "host".
         devices: the number of virtual devices, where no processes were started together: so one

@@ -27,7 +27,6 @@ from threading import Event, Thread
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fshard.errors import FshardError, LostProcessError, MeshError
@@ -39,6 +38,7 @@ from fshard.mesh.runtimes.launchers import (
     store_within,
     time_limit,
 )
+from fshard.mesh.runtimes.watch import default_store
 from fshard.mesh.shared_memory.alive import ProcessId, this_process
 from fshard.mesh.shared_memory.meet import all_gather
 from fshard.recovery.run_folder import IN_MEMORY, Generation, RunFolder
@@ -60,9 +60,9 @@ _SEEN_LATER = 1.0
 # Note [Two deaths at once]
 # A process may end while the others form the next generation. All that they wait for in files, they
 # wait for with an eye on each other, so they give up at once. But gloo waits for a process that was
-# ready, and ended before it was connected, until a time limit. So connecting has a limit of its own.
-# If no process has ended then, the machine is busy: the next attempt, which is the next generation, has
-# twice the time.
+# ready, and ended before it was connected, until a limit of time. So connecting has its own limit.
+# If no process has ended then, the machine is busy: the next attempt, which is the next generation,
+# has twice the time.
 
 
 class Members:
@@ -100,7 +100,7 @@ class Members:
         # One that this process serves ends with the last reference to it.
         self._store: Any = None
         if generation.index == 0:
-            self._store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+            self._store = default_store()
         self._beats = _Beats(run_folder, number, generation, limit)
 
     # -- meeting -----------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Members:
                 Default: the environment variable FSHARD_TIMEOUT, or 600.
         """
         limit = time_limit(timeout)
-        # Else torch ends this process when NCCL has lost another one; torchrun asks for it as well.
+        # Else torch ends this process when NCCL has lost another one; torchrun sets that as well.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         _remove_abandoned()
         if folder is not None:
@@ -145,6 +145,17 @@ class Members:
     def has_lost(self) -> bool:
         """Return True if a process of this generation has ended, or gone on to the next one."""
         return bool(self._lost(self.numbers))
+
+    def has_dead(self) -> bool:
+        """Return True if a process of this generation is lost, and not by an error of its own.
+
+        An error that all processes raise is no loss, though one of them has left before another.
+        """
+        dead = {number for number in self.numbers if not self._is_alive(number)}
+        with suppress(FileNotFoundError):  # the run has ended
+            dead |= self._folder.gone().intersection(self.numbers)
+            dead -= self._folder.marked("failed", self.generation)
+        return bool(dead - {self.number})
 
     def find_loss(self) -> str:
         """Return what is known of a loss, or "", as once the run has ended in order."""
@@ -220,6 +231,7 @@ class Members:
         """Leave the run, because of an error here: the others go on without this process."""
         self._beats.stop()
         with suppress(FileNotFoundError):
+            self._folder.mark("failed", self.generation, self.number)
             self._folder.mark_gone(self.number)
             gone = self._folder.gone()
             others = {*self.numbers} - gone

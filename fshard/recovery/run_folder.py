@@ -176,7 +176,7 @@ class RunFolder:
     # -- the processes of a generation -------------------------------------------------------------
 
     def mark(self, kind: str, index: int, number: int) -> None:
-        """Record that a process has "come", or is "ready" or "done", in a generation."""
+        """Record that a process has "come", is "ready" or "done", or has "failed" in a generation."""
         (self._path / f"{kind}-{index}-{number}").touch()
 
     def marked(self, kind: str, index: int) -> set[int]:

@@ -81,7 +81,7 @@ def choose(table: Iterable[Holding]) -> tuple[VersionKey, dict[int, list[Holding
     # living devices are missing too.
     shown = ", ".join(map(str, min(missing_by_version, key=len)))
     raise LostStateError(
-        f"fs.elastic: too many devices were lost at once: none that is left has the state of device "
+        "fs.elastic: too many devices were lost at once: none that is left has the state of device "
         f"{shown} of the mesh before. More copies outlive more losses (copies=2), and with "
         "folder=fs.Checkpoints(...) a run goes back to its last checkpoint."
     )

@@ -411,6 +411,14 @@ def test_audit_is_of_each_nth_call(tmp_path):
     assert step.last.step == 6
 
 
+def test_calls_continue_those_of_an_earlier_run(tmp_path):
+    step, params = step_of(0)
+    step = fs.audit(step, every=3, folder=tmp_path)
+    step.calls = 500
+    step(params, step.init(params), batch_of())
+    assert step.last.step == 501
+
+
 def test_audit_counts_no_bytes_of_its_own(tmp_path):
     def sent(wrap):
         step, params = step_of(1)
@@ -429,6 +437,7 @@ def test_audit_counts_no_bytes_of_its_own(tmp_path):
     [
         ({"every": 0}, "every must be an integer >= 1; got 0"),
         ({"on_difference": "stop"}, 'on_difference must be "raise" or "warn"'),
+        ({"stage": 4}, "stage must be 0, 1, 2 or 3, as in ZeRO; got 4"),
         ({"program": "train.py"}, 'program must be "FILE:FUNCTION"'),
         ({"mesh": fs.make_mesh({"data": 2}, runtime="abstract")}, None),
     ],
@@ -509,6 +518,19 @@ def test_difference_raises_and_is_replayed_with_the_same_table(tmp_path, monkeyp
 
     assert main(["replay", "audits/step-2", f"{__file__}:make"]) == 1
     assert capsys.readouterr().out == table
+
+
+def test_difference_replaces_the_folder_of_an_earlier_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tables = []
+    for shift in (0.0, 1.0):
+        step, params, state, (x, y) = make()
+        params, state, _ = step(params, state, (x, y + shift))
+        with pytest.raises(AuditError):
+            step(params, state, (x, y + shift))
+        tables.append(fs.replay("audits/step-2", *make()).text)
+        assert tables[-1] == step.last.text
+    assert tables[0] != tables[1]
 
 
 def test_replay_on_another_mesh_has_the_arguments_of_the_run(tmp_path, monkeypatch):

@@ -404,3 +404,18 @@ def test_modules_of_a_booster_are_source():
         return used.peak("device", "source"), used.peak("device", "parameters")
 
     assert fs.run(main, mesh=fs.make_mesh({"data": 2}))[0] == (4 * 64 * 64, 2 * 64 * 64)
+
+
+@pytest.mark.parametrize("runtime", ["virtual", "abstract"])
+def test_limit_that_ends_before_a_started_collective_does_not_count_its_results(runtime):
+    mesh = fs.make_mesh({"data": 2}, runtime=runtime)
+
+    def start_and_wait():
+        with fs.memory.limit() as used:
+            started = fs.psum.start(torch.ones(3), "data")
+        peak = used.peak()
+        started.wait()
+        return peak, used.peak()
+
+    for before, after in fs.run(start_and_wait, mesh=mesh):
+        assert before == after > 0

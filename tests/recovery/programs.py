@@ -131,6 +131,16 @@ class Run:
             started.join()
 
 
+def pids_in_memory():
+    """Return the processes of all runs that have left a folder in memory, of other programs too."""
+    pids = set()
+    for folder in RunFolder.in_memory():
+        generation = folder.generation(0)
+        if generation is not None:
+            pids |= {process.pid for process in generation.processes.values()}
+    return pids
+
+
 def run_process(main, path, variables, run):
     """Be a process of a run: call its main function, and log how it ends."""
     os.environ.update(variables)

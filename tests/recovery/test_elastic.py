@@ -4,7 +4,9 @@ Devices are killed at every moment that they reach. The oracle runs the same pro
 elastic run: on one mesh, or moved to the smaller mesh by a checkpoint on disk.
 """
 
+import gc
 import random
+import threading
 from contextlib import ExitStack
 
 import pytest
@@ -13,8 +15,9 @@ import torch
 import fshard as fs
 from fshard.errors import CheckpointError, LostStateError, MeshError
 from fshard.mesh.layout import flatten
-from fshard.recovery.copies import Key
+from fshard.recovery.copies import VersionKey
 from fshard.recovery.survey import Holding, choose
+from tests.helpers.ended import wait_until
 from tests.recovery.oracle import moved, undisturbed
 from tests.recovery.trained import PROGRAMS, PROGRAMS_OF_A_MESH, of_count, of_powers, zero
 
@@ -330,8 +333,8 @@ def test_a_function_that_does_not_restore_is_an_error():
 
 def test_an_error_names_the_shares_that_nobody_has():
     """Two neighbours of four are lost. Device 3 has not yet overwritten the version before."""
-    last = Key(0, 2)
-    before = Key(0, 1)
+    last = VersionKey(0, 2)
+    before = VersionKey(0, 1)
     left = [(last, 0, 0), (last, 3, 0), (last, 3, 3), (last, 2, 3), (before, 3, 3), (before, 2, 3)]
     table = [Holding(key, 4, owner, 8, name, False) for key, owner, name in left]
 
@@ -373,3 +376,82 @@ def test_a_program_may_go_back_to_its_last_save(program, copies):
 
     assert torch.equal(w, torch.arange(6.0) + 1)
     assert (steps, latest) == (2, 2)
+
+
+# -- what is left of a generation ------------------------------------------------------------------
+
+
+def test_a_run_keeps_two_versions_in_each_generation():
+    """Shares of the version that a generation began with end with its second save."""
+    size = 1 << 16
+    counts = []
+
+    def buffers():
+        """Return the number of memories of shares, which are bytes."""
+        storages = set()
+        for x in gc.get_objects():
+            if type(x) is torch.Tensor and x.dtype == torch.uint8 and x.numel() > size:
+                storages.add(x.untyped_storage().data_ptr())
+        return len(storages)
+
+    def program(run):
+        layout = fs.Layout(run.mesh, fs.P.flat("data"))
+        kept = {"w": fs.device_put(torch.zeros(size), layout), "steps": 0}
+        if run.latest is not None:
+            kept = run.restore(kept)
+        while kept["steps"] < 6:
+            kept = {"w": kept["w"] + 1, "steps": kept["steps"] + 1}
+            run.save(kept["steps"], kept)
+            counts.append((run.mesh.size, kept["steps"], buffers()))
+
+    with fs.testing.kill(1, at=("copy", 3)):
+        run_elastic(of_count, program)
+
+    versions, copies = 2, 1
+    assert counts[2] == (4, 3, 4 * versions * (1 + copies))
+    assert counts[-1] == (3, 6, 3 * versions * (1 + copies))
+
+
+def test_a_save_in_the_background_ends_with_devices_that_wrote_it(tmp_path):
+    """Neighbours are lost in it, so the run goes on from the save before."""
+
+    def program(run):
+        layout = fs.Layout(run.mesh, fs.P.flat("data"))
+        kept = {"w": fs.device_put(torch.zeros(8), layout), "steps": 0}
+        if run.latest is not None:
+            kept = run.restore(kept)
+        while kept["steps"] < 4:
+            kept = {"w": kept["w"] + 1, "steps": kept["steps"] + 1}
+            run.save(kept["steps"], kept)
+            wait_until(is_saved, 20)
+        return fs.unshard(kept["w"])
+
+    def is_saved():
+        return all(thread.name != "fshard checkpoint" for thread in threading.enumerate())
+
+    with fs.testing.kill(1, 2, at=("save", 5)):
+        result, generations = run_elastic(of_count, program, folder=fs.Checkpoints(tmp_path))
+    assert (generations[1].source, generations[1].step) == ("checkpoint", 1)
+    assert torch.equal(result, torch.full((8,), 4.0))
+
+
+def test_growth_that_comes_too_late_is_not_of_the_next_call():
+    def program(run):
+        run.save(1, {"w": torch.ones(2)})
+        train.grow(1)
+
+    train = fs.elastic(of_count, devices=2)(program)
+    train()
+    train()
+    assert [generation.devices for generation in train.generations] == [(0, 1)]
+
+
+def test_arrays_on_other_devices_than_the_run_are_an_error():
+    """The devices of the run alone keep shares: those of others would be lost in silence."""
+
+    def program(run):
+        layout = fs.Layout(fs.make_mesh({"data": 4}), fs.P("data"))
+        run.save(1, {"w": fs.device_put(torch.arange(8.0), layout)})
+
+    with pytest.raises(CheckpointError, match="must be on the devices of run.mesh"):
+        run_elastic(lambda devices: of_count(devices[:2]), program)

@@ -15,95 +15,18 @@ import torch
 import fshard as fs
 from tests.helpers.ended import wait_until
 from tests.recovery import trained
-from tests.recovery.oracle import moved, undisturbed
-from tests.recovery.programs import Run
-from tests.recovery.trained import PROGRAMS, PROGRAMS_OF_A_MESH
-
-PROGRAMS_HERE = {**PROGRAMS, **PROGRAMS_OF_A_MESH}
-
-
-def train(name, steps, seconds, options, run, write):
-    """Be a process of an elastic run; log each step, and save the result."""
-    trained.STEPS = steps
-    trained.is_at_end = partial(stops, run)
-    make_mesh, program = PROGRAMS_HERE[name]
-
-    def logged(elastic_run):
-        save = elastic_run.save
-        write(devices=elastic_run.mesh.size, latest=elastic_run.latest)
-
-        def save_and_log(step, tree, **save_options):
-            save(step, tree, **save_options)
-            write(step=step, devices=elastic_run.mesh.size)
-            time.sleep(seconds)
-
-        elastic_run.save = save_and_log
-        return program(elastic_run)
-
-    torch.manual_seed(3)
-    if run.folder is not None:
-        options = {**options, "folder": fs.Checkpoints(run.folder, every=1000)}
-    elastic = fs.elastic(make_mesh, timeout=run.timeout, **options)(logged)
-    result = elastic()
-    if result is not None:
-        torch.save(result, run.logs / f"{os.getpid()}.pt")
-    write(end="returned", generations=[generation._asdict() for generation in elastic.generations])
-
-
-def stops(run, elastic_run, steps):
-    """Return True on all processes after the last step, or once the test has stopped them."""
-    if steps == trained.STEPS:
-        return True
-    flag = torch.tensor([run.stop_file.exists()], dtype=torch.int64)
-    mesh = elastic_run.mesh
-    (total,) = fs.run(lambda: fs.psum(flag, mesh.axis_names), mesh=mesh)
-    return bool(total)
-
-
-def results_of(run):
-    return [torch.load(path) for path in run.logs.glob("*.pt")]
-
-
-def start(folder, name, steps, *, count=4, seconds=0.0, options=None, **of_run):
-    """Start the processes of a program; return the run."""
-    run = Run(folder, **of_run)
-    run.main = partial(train, name, steps, seconds, options or {})
-    run.start(count, run.main)
-    return run
-
-
-def wait_for_step(run, step, processes):
-    """Wait until processes have made a step."""
-
-    def have_made():
-        run.check_errors(processes)
-        return all(run.last(process).get("step", 0) >= step for process in processes)
-
-    wait_until(have_made, 40)
-
-
-def wait_for_end(run, processes):
-    def have_ended():
-        run.check_errors(processes)
-        return all("end" in run.last(process) for process in processes)
-
-    wait_until(have_ended, 60)
-
-
-def check_bits(run, name, steps, count):
-    """Compare what processes have ended with to a run of which nothing was lost."""
-    results = results_of(run)
-    assert len(results) == count
-    before = trained.STEPS
-    trained.STEPS = steps
-    try:
-        expected = undisturbed(*PROGRAMS[name])
-    finally:
-        trained.STEPS = before
-    for result in results:
-        assert result["losses"] == expected["losses"]
-        for parameter, x in expected["params"].items():
-            assert torch.equal(result["params"][parameter], x), parameter
+from tests.recovery.oracle import moved
+from tests.recovery.programs import Run, pids_in_memory
+from tests.recovery.training_processes import (
+    PROGRAMS_HERE,
+    check_bits,
+    results_of,
+    start,
+    stops,
+    wait_for_devices,
+    wait_for_end,
+    wait_for_step,
+)
 
 
 @pytest.mark.parametrize("name", ["zero 3", "zero 1", "tensor axis", "dropout"])
@@ -119,26 +42,6 @@ def test_a_killed_process_changes_no_bit(name, victim, tmp_path):
         check_bits(run, name, 12, count=2)
     finally:
         run.close()
-
-
-def devices_of(run, process):
-    """Return the number of devices of a process's last mesh, and the time since when."""
-    rows = [row for row in run.rows(process) if "latest" in row]
-    return (rows[-1]["devices"], rows[-1]["at"]) if rows else (0, 0.0)
-
-
-def wait_for_devices(run, count, processes, after):
-    """Wait until processes have made a step on a mesh of some devices, since a time."""
-
-    def have_made():
-        run.check_errors(processes)
-        for process in processes:
-            last = run.last(process)
-            if last.get("devices") != count or "step" not in last or last["at"] < after:
-                return False
-        return True
-
-    wait_until(have_made, 60)
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.thorough)])
@@ -264,6 +167,81 @@ def test_processes_that_wait_in_vain_raise(tmp_path):
         wait_until(lambda: "error" in run.last(0) and "error" in run.last(1), 40)
         errors = run.last(0)["error"] + run.last(1)["error"]
         assert "CollectiveTimeoutError" in errors  # the other one may have seen this one leave
+    finally:
+        run.close()
+
+
+def train_to_an_error(error, run, write):
+    """Be a process of a program that raises the same on all processes."""
+
+    def program(elastic_run):
+        layout = fs.Layout(elastic_run.mesh, fs.P.flat("data"))
+        kept = {"w": fs.device_put(torch.ones(8), layout), "steps": 0}
+        if elastic_run.latest is not None:
+            kept = elastic_run.restore(kept)
+        elastic_run.save(1, kept)
+        time.sleep(0.2 * fs.mesh.process_index())
+        raise error
+
+    fs.elastic(trained.of_count, timeout=run.timeout)(program)()
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt(), SystemExit(3)])
+def test_an_error_of_all_processes_is_no_loss(error, tmp_path):
+    """The last ones see that the first ones have left, and raise their own error all the same."""
+    run = Run(tmp_path, has_folder=False)
+    try:
+        run.start(4, partial(train_to_an_error, error))
+        wait_until(lambda: all("error" in run.last(process) for process in range(4)), 40)
+        for process in range(4):
+            assert run.last(process)["error"].startswith(type(error).__name__)
+        for started in run.processes:
+            started.join(20)
+        pids = {started.pid for started in run.processes}
+        assert pids.isdisjoint(pids_in_memory())
+    finally:
+        run.close()
+
+
+def die_before_a_save(run, write):
+    """Be a process of a program whose process 1 is killed when the others save in the background."""
+
+    def program(elastic_run):
+        layout = fs.Layout(elastic_run.mesh, fs.P.flat("data"))
+        kept = {"w": fs.device_put(torch.ones(8), layout), "steps": 0}
+        if elastic_run.latest is not None:
+            kept = elastic_run.restore(kept)
+        while kept["steps"] < 4:
+            kept = {"w": kept["w"] * 2, "steps": kept["steps"] + 1}
+            elastic_run.save(kept["steps"], kept)
+        return fs.unshard(kept["w"])
+
+    def save(folder, step, tree, **options):
+        if step == 2 and fs.mesh.process_index() == 1 and fs.mesh.process_count() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(step=step)
+        save_to_disk(folder, step, tree, **options)
+
+    save_to_disk = fs.Checkpoints.save
+    fs.Checkpoints.save = save
+    folder = fs.Checkpoints(run.folder)
+    result = fs.elastic(trained.of_count, timeout=run.timeout, folder=folder)(program)()
+    torch.save(result, run.logs / f"{os.getpid()}.pt")
+    write(end="returned", latest=folder.latest)
+
+
+def test_a_save_in_the_background_waits_for_no_lost_process(tmp_path):
+    """Process 1 is lost before it has begun to write: the others end at once, not in 600 s."""
+    run = Run(tmp_path)
+    try:
+        run.start(3, die_before_a_save)
+        wait_for_end(run, [0, 2])
+        for process in (0, 2):
+            run.processes[process].join(20)
+            assert run.processes[process].exitcode == 0
+            assert run.last(process)["latest"] == 4
+        for result in results_of(run):
+            assert torch.equal(result, torch.full((8,), 16.0))
     finally:
         run.close()
 

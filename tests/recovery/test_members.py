@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 
 import fshard as fs
-from fshard.recovery.run_folder import RunFolder
 from tests.helpers.ended import wait_until
 from tests.helpers.processes import Processes, not_under_rules  # noqa: F401, see conftest
 from tests.helpers.sampled import thorough
@@ -23,6 +22,7 @@ from tests.recovery.programs import (
     fail_in_one,
     meet_in_folders_of_their_own,
     meet_without_folder,
+    pids_in_memory,
     sum_on_two,
     work_in_a_loop,
 )
@@ -47,16 +47,6 @@ def new_run(tmp_path):
     yield make
     for run in runs:
         run.close()
-
-
-def pids_in_memory():
-    """Return the processes of all runs that have left a folder in memory, of other programs too."""
-    pids = set()
-    for folder in RunFolder.in_memory():
-        generation = folder.generation(0)
-        if generation is not None:
-            pids |= {process.pid for process in generation.processes.values()}
-    return pids
 
 
 @pytest.mark.parametrize("has_folder", [True, False])

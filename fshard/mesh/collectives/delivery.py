@@ -1,4 +1,4 @@
-"""Count the results of collectives for their receivers, in `fshard.memory.limit`; let audits listen.
+"""Count the results of collectives for their receivers, in `fshard.memory.limit`; show audits all.
 
 The buffers of transports are not counted. From its start until its end a collective counts as large
 as its results, and its arguments are kept: so a program has one peak on all runtimes.

@@ -360,7 +360,7 @@ class HangWatch:
     def wait(self, mark: Any) -> None:
         """Wait until the device has reached a mark; raise the error that has ended the groups.
 
-        Where groups are aborted, the device goes on without the results that it has waited for, and
+        Where groups are aborted, the device runs on without the results that it has waited for, and
         reaches its marks too. The error is there before the groups are aborted, so what has been
         reached without an error has its values.
         """
@@ -403,7 +403,7 @@ class HangWatch:
             calls = [f"\n  {call}" for began, call in [*works.recent] if began >= since]
             table = " Calls that may not have ended:" + "".join(calls)
             if self.find_loss is not None and isinstance(works.error, LostProcessError):
-                table = ""  # the run goes on without that process
+                table = ""  # the run continues without that process
             sys.stderr.write(f"fshard: {works.error}{table}\n")
             groups: Any = dist.distributed_c10d
             groups._abort_process_group()

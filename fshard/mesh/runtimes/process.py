@@ -22,6 +22,7 @@ from importlib import import_module
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -106,6 +107,14 @@ def has_ended(rank: int) -> bool:
     return world is not None and world.has_gone(rank)
 
 
+def staying() -> Callable[[], bool]:
+    """Return a function that returns False once this process has joined another world."""
+    if _state.world is None:
+        return lambda: True
+    world = ref(_state.world)  # so that its groups end when it is left
+    return lambda: _state.world is None or _state.world is world()
+
+
 class ProcessWorld:
     """The world of processes, seen from this one."""
 
@@ -163,8 +172,8 @@ class ProcessWorld:
         world = _state.world
         if mesh.world != _state.joined:
             raise MeshError(
-                f"{mesh} was made before processes were lost or joined, and its arrays are on other "
-                "processes. Make meshes and arrays anew, in the function of fs.elastic."
+                f"{mesh} was made before processes were lost or joined, and its arrays are on "
+                "others. Make meshes and arrays anew, in the function of fs.elastic."
             )
         if world is not None and world._works.error is not None:
             world._works.raise_error()
@@ -415,7 +424,7 @@ class ProcessWorld:
 
         has_new_error = not self.has_failed and bool(calls)
         self.has_failed |= not waiting or works.error is not None or bool(calls)
-        # One that goes on in another world has told the others so; and the store may be stopped.
+        # In an elastic run the others look for a loss themselves; and the store may be stopped.
         if self.has_failed and self._hang_watch is not None and not keeps_store:
             text = f"Process {self.rank} has failed: look for its own error."
             self._hang_watch.publish(text)
@@ -474,7 +483,7 @@ class ProcessWorld:
             self._hang_watch.linger()
 
     def watch_losses(self, find_loss: Callable[[], str]) -> None:
-        """Let the watch for hangs, where there is one, ask what is known of a lost process."""
+        """Let the watch for hangs, where there is one, look for lost processes by a function."""
         if self._hang_watch is not None:
             self._hang_watch.find_loss = find_loss
 
@@ -532,7 +541,7 @@ class ProcessWorld:
     #     host           save 1, step 2 ...                  save 2: waits for ●
     #
     # All processes start a copy at one place of the program, as they start collectives, and it waits
-    # for nothing that comes later.
+    # for nothing that is started later.
     @contextmanager
     def beside(self, members: tuple[int, ...]) -> Generator[Finish | None]:
         """Run a block whose collectives of a group run beside the computation.
@@ -724,7 +733,7 @@ def beside_computation(mesh: Mesh) -> AbstractContextManager[Finish | None]:
 
 
 def watch_losses(find_loss: Callable[[], str]) -> None:
-    """Let the watch for hangs, where there is one, ask what is known of a lost process."""
+    """Let the watch for hangs, where there is one, look for lost processes by a function."""
     if _state.world is not None:
         _state.world.watch_losses(find_loss)
 

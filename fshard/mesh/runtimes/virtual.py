@@ -226,8 +226,8 @@ class VirtualMessage(NamedTuple):
 # `fs.testing.kill` ends a device as SIGKILL ends a process. Its thread unwinds by `Killed`, which
 # runs no more of the program. The others find out as processes do: where they wait for a collective
 # or a message on a mesh that has the dead device, or start one, each raises `LostProcessError` in
-# its own thread. Who catches it continues in the same run, on meshes of survivors. So what was under
-# way on meshes that are broken is dropped: it would meet the messages of later meshes.
+# its own thread. Who catches it continues in the same run, on meshes of survivors. So what was on
+# its way on meshes that are broken is dropped: it would meet the messages of later meshes.
 #
 #     device 0   psum......LostProcessError              caught: psum over (0, 2) ...
 #     device 1        Killed
@@ -386,7 +386,7 @@ class VirtualWorld(OneProcessWorld):
         return result
 
     def _raise_failure(self) -> None:
-        """Raise the first error of a device, or the loss of one, unless survivors have caught it."""
+        """Raise the first error of a device, or its loss, unless survivors have caught it."""
         failure = self._failure
         # Tensors in the frames of the error may hold this world by their graph, where Python finds
         # no cycles: so this must not hold the error.

@@ -317,8 +317,12 @@ class Watch:
 
 def open_store() -> Any:
     """Return the part of the world's store that is fshard's."""
-    default: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-    return dist.PrefixStore("fshard", default)  # pyright: ignore[reportPrivateImportUsage]
+    return dist.PrefixStore("fshard", default_store())  # pyright: ignore[reportPrivateImportUsage]
+
+
+def default_store() -> Any:
+    """Return the world's store."""
+    return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
 def publish_leaving() -> None:

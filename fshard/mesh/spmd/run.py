@@ -120,7 +120,7 @@ def local_devices(mesh: Mesh) -> tuple[int, ...]:
 
 
 def reach_on(mesh: Mesh, phase: Phase, devices: Iterable[int] | None = None) -> None:
-    """Notify the listeners that the caller's devices have reached a phase, in code that runs for all.
+    """Notify the listeners that all devices of the caller have reached a phase together.
 
     `devices` are their numbers in the mesh; by default all that the caller has. Outside of a run no
     thread is that of a killed device, so `LostProcessError` is raised at once.
