@@ -120,7 +120,7 @@ class Members:
                 Default: the environment variable FSHARD_TIMEOUT, or 600.
         """
         limit = time_limit(timeout)
-        # Else torch ends this process when NCCL has lost another one; torchrun sets it as well.
+        # Else torch ends this process when NCCL has lost another one; torchrun sets that as well.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         _remove_abandoned()
         if folder is not None:

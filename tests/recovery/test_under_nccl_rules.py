@@ -19,10 +19,10 @@ from fshard.checkpoint.snapshot import TreeSnapshot
 from fshard.recovery.copies import Copies, Shelf
 from tests.mesh.runtimes import fake_device, nccl_rules
 from tests.mesh.runtimes.nccl_rules import NcclRules
-from tests.recovery import test_elastic_processes, trained
+from tests.recovery import trained, training_processes
 from tests.recovery.oracle import undisturbed
 from tests.recovery.programs import Run
-from tests.recovery.test_elastic_processes import (
+from tests.recovery.training_processes import (
     check_bits,
     results_of,
     wait_for_devices,
@@ -94,7 +94,7 @@ def train(name, steps, seconds, deaths, options, run, write):
     rank = int(os.environ.get("RANK", "-1"))
     if rank in deaths:
         kill_at(*deaths[rank])
-    test_elastic_processes.train(name, steps, seconds, options, run, write)
+    training_processes.train(name, steps, seconds, options, run, write)
     assert nccl_rules.violations == []
 
 

@@ -360,7 +360,7 @@ class HangWatch:
     def wait(self, mark: Any) -> None:
         """Wait until the device has reached a mark; raise the error that has ended the groups.
 
-        Where groups are aborted, the device continues without the results that it has waited for, and
+        Where groups are aborted, the device runs on without the results that it has waited for, and
         reaches its marks too. The error is there before the groups are aborted, so what has been
         reached without an error has its values.
         """

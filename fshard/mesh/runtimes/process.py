@@ -424,7 +424,7 @@ class ProcessWorld:
 
         has_new_error = not self.has_failed and bool(calls)
         self.has_failed |= not waiting or works.error is not None or bool(calls)
-        # One that continues in another world has published that; and the store may be stopped.
+        # In an elastic run the others look for a loss themselves; and the store may be stopped.
         if self.has_failed and self._hang_watch is not None and not keeps_store:
             text = f"Process {self.rank} has failed: look for its own error."
             self._hang_watch.publish(text)
@@ -483,7 +483,7 @@ class ProcessWorld:
             self._hang_watch.linger()
 
     def watch_losses(self, find_loss: Callable[[], str]) -> None:
-        """Let the watch for hangs, where there is one, read what is known of a lost process."""
+        """Let the watch for hangs, where there is one, look for lost processes by a function."""
         if self._hang_watch is not None:
             self._hang_watch.find_loss = find_loss
 
@@ -541,7 +541,7 @@ class ProcessWorld:
     #     host           save 1, step 2 ...                  save 2: waits for ●
     #
     # All processes start a copy at one place of the program, as they start collectives, and it waits
-    # for nothing that follows it.
+    # for nothing that is started later.
     @contextmanager
     def beside(self, members: tuple[int, ...]) -> Generator[Finish | None]:
         """Run a block whose collectives of a group run beside the computation.
@@ -733,7 +733,7 @@ def beside_computation(mesh: Mesh) -> AbstractContextManager[Finish | None]:
 
 
 def watch_losses(find_loss: Callable[[], str]) -> None:
-    """Let the watch for hangs, where there is one, read what is known of a lost process."""
+    """Let the watch for hangs, where there is one, look for lost processes by a function."""
     if _state.world is not None:
         _state.world.watch_losses(find_loss)
 

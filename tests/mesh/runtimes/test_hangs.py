@@ -125,18 +125,22 @@ def test_known_loss_ends_the_groups_at_once(world, capfd):
     assert capfd.readouterr().err == "fshard: Process 3 has ended.\n"
 
 
-@pytest.mark.parametrize("is_reached", [True, False])
-def test_mark_behind_an_abort_raises(is_reached, world):
+def test_mark_behind_an_abort_raises(world):
     """Where groups are aborted the device reaches all marks, with garbage before them."""
     watch = world.process._hang_watch
-    mark = SimpleNamespace(query=lambda: is_reached)
-    if is_reached:
-        watch.wait(mark)
+    reached = SimpleNamespace(query=lambda: True)
+    watch.wait(reached)
     process.watch_losses(lambda: "Process 3 has ended.")
+    wait_for_abort(world)
     with pytest.raises(fs.errors.LostProcessError, match="Process 3 has ended"):
-        if is_reached:
-            wait_for_abort(world)
-        watch.wait(mark)
+        watch.wait(reached)
+
+
+def test_mark_that_is_never_reached_raises(world):
+    process.watch_losses(lambda: "Process 3 has ended.")
+    never = SimpleNamespace(query=lambda: False)
+    with pytest.raises(fs.errors.LostProcessError, match="Process 3 has ended"):
+        world.process._hang_watch.wait(never)
 
 
 def test_call_in_time_is_not_ended(world):
