@@ -34,7 +34,7 @@ from fshard.mesh.layout.counting import LedgerRow, counting, without_counters
 from fshard.mesh.layout.kinds import empty_in, owned_by
 from fshard.mesh.reshard.between import mesh_of_numbers
 from fshard.mesh.runtimes.abstract import Done
-from fshard.mesh.runtimes.process import Finish, beside_computation, machines_of
+from fshard.mesh.runtimes.process import Finish, ProcessWorld, beside_computation, machines_of
 from fshard.mesh.spmd.moments import listeners, reach
 from fshard.mesh.spmd.run import local_devices, run_on_devices
 from fshard.mesh.spmd.scope import Pending
@@ -315,6 +315,7 @@ class Copies:
         assert self._mesh is not None
         axes = self._mesh.axis_names
         ledger_row = LedgerRow("copy", axes, call_site()._replace(leaves=()))
+        waits = _copies_at_once(meeting)
 
         def keep(device: int) -> None:
             shelf = self.shelf(device)
@@ -338,8 +339,8 @@ class Copies:
                 version.shares[device] = row[: sizes[device]]
             else:
                 shelf.arriving.append(Arriving(device, sizes[device], Done((row,))))
-            if meeting.runtime == "virtual":
-                shelf.complete()  # a run ends with all its calls
+            if waits:
+                shelf.complete()
 
         run_on_devices(meeting, keep)
 
@@ -369,6 +370,18 @@ class Copies:
         self.complete()
         with uncounted():
             run_on_devices(mesh_of_numbers(mesh.devices, mesh), lambda device: all_rows([device]))
+
+
+def _copies_at_once(mesh: Mesh) -> bool:
+    """Return True if copies are made in `save`, not beside the next step.
+
+    A run of virtual devices ends with all its calls. Processes of one machine copy memory
+    themselves, when they wait for it, so that nothing is gained by waiting later; and a version
+    that is complete at once outlives a process that is lost in the next step.
+    """
+    if mesh.runtime == "virtual":
+        return True
+    return mesh.runtime == "process" and ProcessWorld.of(mesh).is_near(mesh)
 
 
 def _size(content: TreeSnapshot, device: int) -> int:

@@ -125,6 +125,13 @@ class VirtualCrew:
         raise AssertionError("the caller has all virtual devices")
 
     def end(self) -> None:
+        lost = tuple([name for name in self.names if name in moments.dead])
+        if lost:
+            raise LostProcessError(
+                f"The function has returned after the loss of device {lost[0]}, whose error it has "
+                "handled.",
+                lost=lost,
+            )
         self._new.count = 0  # those that are too late do not take part in the next run
 
     def leave(self) -> None:
@@ -219,6 +226,10 @@ def largest_mesh(make_mesh: MakeMesh, numbers: Sequence[int]) -> Mesh:
                 f"fs.make_mesh(..., devices=devices), or None; got {mesh!r} for {tuple(numbers)}."
             )
         return mesh
+    if first_error is not None:
+        first_error.add_note(
+            f"fs.elastic: make_mesh has made no mesh of {len(numbers)} devices, nor of fewer."
+        )
     raise first_error or MeshError(
         f"fs.elastic: make_mesh must return a mesh of some devices; got None for {len(numbers)} "
         "and each smaller number."

@@ -111,6 +111,8 @@ class ElasticRun:
         self._folders: dict[int, Checkpoints] = {}  # by device, since each waits for its own saves
         self._every = every
         self._has_restored = False
+        self._first_step = self.latest
+        self._last_steps: dict[int, int] = {}  # that each device has saved
 
     def __repr__(self) -> str:
         return f"ElasticRun on {self.mesh}, latest={self.latest}"
@@ -203,10 +205,20 @@ class ElasticRun:
                 "anew after each loss."
             )
 
+        device = self._device()
+        last = self._last_steps.get(device, self._first_step)
+        if last is not None and step <= last:
+            raise CheckpointError(
+                f"run.save: step must be greater than that of the last version, {last}; got {step}. "
+                "Continue to count from the tree that run.restore returns, and count a step before "
+                "it is saved."
+            )
+        self._last_steps[device] = step
         if step % self._every == 0:
             has_joiners = self._copies.save(step, tree, flag=self._crew.has_joiners())
             self._found = None  # its memory is that of a third version
         else:
+            self._copies.complete()
             has_joiners = False
         if self._folder is not None:
             self._folder_here(self._folder).save(step, tree, wait=wait, metrics=metrics)
@@ -218,10 +230,14 @@ class ElasticRun:
 
     def _folder_here(self, folder: Checkpoints) -> Checkpoints:
         """Return the folder of the calling device, or of all if the caller runs them."""
-        device = 0 if is_outside(self.mesh) else device_of(self.mesh)
+        device = self._device()
         if device not in self._folders:
             self._folders[device] = folder.anew()
         return self._folders[device]
+
+    def _device(self) -> int:
+        """Return the calling device; 0 if the caller runs all."""
+        return 0 if is_outside(self.mesh) else device_of(self.mesh)
 
     def settle(self) -> None:
         """Wait for saves in the background; raise their errors."""

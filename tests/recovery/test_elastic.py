@@ -467,3 +467,60 @@ def test_arrays_on_other_devices_than_the_run_are_an_error():
 
     with pytest.raises(CheckpointError, match="must be on the devices of run.mesh"):
         run_elastic(lambda devices: of_count(devices[:2]), program)
+
+
+# -- steps that are counted wrongly ----------------------------------------------------------------
+
+
+def counts_from_zero(run, kept, save):
+    """Restore in place, and count from the start all the same."""
+    if run.latest is not None:
+        run.restore(kept)
+    for step in range(4):
+        save(step + 1)
+
+
+def saves_before_it_counts(run, kept, save):
+    """Save a step under the number of the one before."""
+    if run.latest is not None:
+        kept = run.restore(kept)
+    while kept["steps"] < 4:
+        save(kept["steps"])
+        kept["steps"] += 1
+
+
+@pytest.mark.parametrize("count", [counts_from_zero, saves_before_it_counts])
+def test_a_step_that_was_saved_before_is_an_error(count):
+    def program(run):
+        x = fs.device_put(torch.zeros(12), fs.Layout(run.mesh, fs.P("data")))
+        kept = {"x": x, "steps": 0}
+        count(run, kept, lambda step: run.save(step, kept))
+
+    with fs.testing.kill(1, at=("copy", 2)), pytest.raises(CheckpointError, match="greater than"):
+        run_elastic(of_count, program)
+
+
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_a_function_that_handles_a_loss_itself_is_called_again(on_devices):
+    """Else it would return in the middle, and nobody would know."""
+
+    def steps_of(run):
+        kept = {"x": fs.device_put(torch.zeros(12), fs.Layout(run.mesh, fs.P("data"))), "steps": 0}
+        if run.latest is not None:
+            kept = run.restore(kept)
+        try:
+            while kept["steps"] < 4:
+                kept["steps"] += 1
+                run.save(kept["steps"], kept)
+        except Exception:
+            return "early"
+        return kept["steps"]
+
+    def program(run):
+        return fs.run(steps_of, run, mesh=run.mesh)[0] if on_devices else steps_of(run)
+
+    with fs.testing.kill(1, at=("copy", 2)):
+        result, generations = run_elastic(of_count, program)
+
+    assert result == 4
+    assert len(generations) == 2

@@ -181,7 +181,7 @@ def train_to_an_error(error, run, write):
         kept = {"w": fs.device_put(torch.ones(8), layout), "steps": 0}
         if elastic_run.latest is not None:
             kept = elastic_run.restore(kept)
-        elastic_run.save(1, kept)
+        elastic_run.save((elastic_run.latest or 0) + 1, kept)
         time.sleep(0.2 * fs.mesh.process_index())
         raise error
 
@@ -266,10 +266,12 @@ def keeps_an_array(run, write):
         if elastic_run.latest is not None:
             elastic_run.restore({"x": x})
         write(devices=elastic_run.mesh.size)
+        steps = elastic_run.latest or 0
         while not stops(run, elastic_run, 0):
-            elastic_run.save(1, {"x": x})
+            steps += 1
+            elastic_run.save(steps, {"x": x})
 
-    trained.STEPS = 1
+    trained.STEPS = -1
     folder = fs.Checkpoints(run.folder, every=1000)
     fs.elastic(trained.of_count, folder=folder)(program)()
     write(end="returned", texts=texts)
