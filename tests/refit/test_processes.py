@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fshard as fs
 from fshard import P
 from fshard.errors import RefitError
+from fshard.refit import decision
 from tests.helpers.processes import Processes, run_processes
 from tests.mesh.runtimes import fake_device, nccl_rules
 from tests.refit.engine import Rank
@@ -294,6 +295,25 @@ def test_misuse_on_one_process_raises_on_all_at_once(four: Processes, how, victi
         if how != "version" and rank != victim:
             assert f"process {victim}: " in text
             assert "All processes keep version 1" in text
+
+
+def misused_while_decisions_are_read_late(*arguments):
+    """The same, where processes wait in a round for a second after the decision against it."""
+    decision._LOOK = 1.0
+    return misused(*arguments)
+
+
+def test_processes_that_have_not_read_a_decision_are_in_no_deadlock():
+    results = run_processes(
+        misused_while_decisions_are_read_late,
+        4,
+        "middle",
+        1,
+        True,
+        environment={"FSHARD_CHECK": "1"},
+    )
+    for text, _ in results:
+        assert TEXTS["middle"] in text
 
 
 @pytest.mark.parametrize("how", ["version", "tree", "middle"])

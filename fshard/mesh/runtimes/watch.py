@@ -238,7 +238,10 @@ class Watch:
         """
         if self.store.check(keys):
             return
-        self._publish_state("waits", keys, f"waits in {text}", advice)
+        # An attempt ends by its decision, which this process may not have read yet: then it waits for
+        # calls that the others will not make, and still is not stuck.
+        action = "tries" if self._attempt else "waits"
+        self._publish_state(action, keys, f"waits in {text}", advice)
         begin = last_read = time.monotonic()
         pause = MIN_PAUSE
         while not self.store.check(keys):
