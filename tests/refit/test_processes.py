@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fshard as fs
 from fshard import P
 from fshard.errors import RefitError
-from fshard.refit import decision
+from fshard.mesh.runtimes import watch
 from tests.helpers.processes import Processes, run_processes
 from tests.mesh.runtimes import fake_device, nccl_rules
 from tests.refit.engine import Rank
@@ -298,8 +298,8 @@ def test_misuse_on_one_process_raises_on_all_at_once(four: Processes, how, victi
 
 
 def misused_while_decisions_are_read_late(*arguments):
-    """The same, where processes wait in a round for a second after the decision against it."""
-    decision._LOOK = 1.0
+    """The same, where the others still wait in a round when process 1 has failed and looks at them."""
+    watch.READ_INTERVAL = 0.005 if fs.mesh.process_index() == 1 else 0.5
     return misused(*arguments)
 
 
