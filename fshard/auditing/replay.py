@@ -59,10 +59,26 @@ def run(arguments: Sequence[str]) -> int:
             "and its arguments; got none, and the folder names none.\n"
         )
         return 2
-    step, *given = _function_of(program)()
-    outcome = replay(options.folder, step, *given)
+    try:
+        outcome = _replayed(options.folder, program)
+    except (Exception, SystemExit) as error:  # of the program: status 1 would say that bits differ
+        text = " ".join(str(error).split())
+        sys.stderr.write(f"fshard replay: {program} failed: {type(error).__name__}: {text}\n")
+        return 2
     sys.stdout.write(f"{outcome.text}\n")
     return 0 if outcome.is_equal else 1
+
+
+def _replayed(folder: str, program: str) -> AuditOutcome:
+    """Make a step by a program, and repeat that of a folder."""
+    made = _function_of(program)()
+    if not isinstance(made, tuple | list) or len(made) < 3:
+        raise AuditError(
+            "replay: the function must return (step, params, state, batch), with buffers before "
+            f"the batch if there are any; got {type(made).__name__}."
+        )
+    step, params, state, *inputs = made
+    return replay(folder, step, params, state, *inputs)
 
 
 def _function_of(program: str) -> Callable[[], Any]:
@@ -73,6 +89,10 @@ def _function_of(program: str) -> Callable[[], Any]:
         raise AuditError(f"replay: the program must be FILE:FUNCTION; {path} is no Python file.")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise AuditError(
+            f"replay: the program must be FILE:FUNCTION; {path} has no function {name}."
+        )
     return getattr(module, name)
 
 

@@ -571,6 +571,48 @@ def test_command_without_a_program_asks_for_it(tmp_path, monkeypatch, capsys):
     assert "has no audit.json" in capsys.readouterr().err
 
 
+BROKEN = {
+    "no function": ("", "has no function make"),
+    "syntax": ("def make(:\n", "SyntaxError"),
+    "import": ("import not_there\n", "ModuleNotFoundError: No module named 'not_there'"),
+    "exception": ("def make():\n    raise KeyError('w\\nv')\n", "KeyError: "),
+    "exit": ("raise SystemExit(1)\n", "SystemExit: 1"),
+    "result": ("def make():\n    return 3\n", "(step, params, state, batch)"),
+    "short": ("def make():\n    return ()\n", "(step, params, state, batch)"),
+    "in the step": (
+        "from tests.auditing.test_audit import make as right\n"
+        "def make():\n"
+        "    step, params, state, (x, y) = right()\n"
+        "    return step, params, state, (x[:3, :2], y)\n",
+        "batch",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def audited_folder(tmp_path_factory):
+    """The folder of a step that differed."""
+    folder = tmp_path_factory.mktemp("audited")
+    step, params, state, batch = make()
+    step.folder = folder
+    params, state, _ = step(params, state, batch)
+    with pytest.raises(AuditError):
+        step(params, state, batch)
+    return folder / "step-2"
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_command_of_a_broken_program_names_it_in_a_line(name, audited_folder, tmp_path, capsys):
+    """Status 1 is only for layouts that differ again."""
+    text, expected = BROKEN[name]
+    program = tmp_path / "broken.py"
+    program.write_text(text)
+    assert main(["replay", str(audited_folder), f"{program}:make"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fshard replay: {program}:make failed: ")
+    assert expected in line
+
+
 def test_difference_may_warn_and_go_on(tmp_path):
     step, params = step_of(1, loss=mistaken_loss, reproducible=True)
     step = fs.audit(step, every=1, mesh=HALF, folder=tmp_path, on_difference="warn")
