@@ -331,7 +331,7 @@ class AuditedStep:
         if outcome.findings[0].phase == REPLICAS:
             return "Its arguments are not saved: a checkpoint has one value of each replica."
         path = self.folder / f"step-{outcome.step}"
-        facts = AuditFacts(outcome.step, self.program)
+        facts = AuditFacts(outcome.step, self.program, *self.twin.recorded)
         save_step(path, facts, outcome.text, trial.kept, trial.state_of_draws)
         return f"Repeat it alone: fshard replay {path} {self.program or 'FILE:FUNCTION'}"
 

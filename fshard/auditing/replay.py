@@ -28,17 +28,25 @@ def replay(
 ) -> AuditOutcome:
     """Repeat the step of a folder that an audit has written, in both layouts; return the outcome.
 
-    The mesh may be another one, such as virtual devices in place of processes. What a fault did
-    once is not there again: then the outcome is equal.
+    The devices may be others, such as virtual ones in place of processes, but the layout of the
+    step is that of the run: axes of the mesh, stage of ZeRO, reproducible, slices, precision and
+    schedule. The other layout may be a new one; then the table has both. What a fault did once is
+    not there again: then the outcome is equal.
 
     Args:
         folder: such as "audits/step-12".
-        step: made again, by `fs.audit`.
+        step: made again, by `fs.audit`. Its loss function is not compared with that of the run.
         params, state: arguments of the same shapes as those of the run, whose values are replaced.
         inputs: buffers, if there are any, and a batch, likewise.
     """
     path = Path(folder)
     facts = read_facts(path)
+    layout, other_layout = step.twin.recorded
+    if layout != facts.layout:
+        raise AuditError(
+            "replay: the step must have the layout of the run; "
+            f"recorded: {facts.layout}; replayed: {layout}. Make the step as the run made it."
+        )
     before = torch.get_rng_state()
     arguments, random = restored_arguments(path, [params, state, *inputs])
     torch.set_rng_state(random)
@@ -46,7 +54,10 @@ def replay(
         _, outcome = step.check(AuditTrial(step.twin, arguments), arguments, facts.step)
     finally:
         torch.set_rng_state(before)
-    return outcome
+    if other_layout == facts.other_layout:
+        return outcome
+    layouts = f"the other layout, recorded: {facts.other_layout}; replayed: {other_layout}"
+    return outcome._replace(text=f"{outcome.text}\n  {layouts}")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -15,12 +15,16 @@ from fshard.auditing.records import StepRecord, copies_of
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.reshard.broadcast_to import broadcast_to
 from fshard.mesh.spmd.run import is_outside, local_devices
+from fshard.pipeline.schedule.schedule import Schedule
 from fshard.randomness import random_state
 from fshard.transforms.options import OPTIONS
 from fshard.transforms.train_step import TrainStep
 
 KINDS = {"params": "parameter", "state": "state", "buffers": "buffer", "metrics": "metric"}
 """The results of a step in their order, with the name of a leaf of each."""
+
+_RECORDED = ("reproducible", "accumulate", "precision", "schedule")
+"""The options that the folder of a step names, beside mesh, stage of ZeRO, and slices."""
 
 
 class Run(NamedTuple):
@@ -89,6 +93,12 @@ class Twin(NamedTuple):
     def names(self) -> tuple[str, str]:
         """The two layouts in words: mesh, stage of ZeRO, and options that differ."""
         return _layout_name(self.step, self.other), _layout_name(self.other, self.step)
+
+    @property
+    def recorded(self) -> tuple[str, str]:
+        """The two layouts in words that a folder keeps: that of the step stands for itself."""
+        unequal = _unequal_options(self.other, self.step)
+        return _recorded_layout(self.step), _recorded_layout(self.other, unequal)
 
     def compare(self, first: Run, other: Run) -> list[Difference]:
         """Return the differences of two runs in two layouts, on the devices of the caller.
@@ -180,12 +190,39 @@ def _is_new(step: TrainStep) -> bool:
 
 def _layout_name(step: TrainStep, other: TrainStep) -> str:
     """Return the mesh and the stage of a step, and the options that another one has otherwise."""
-    words = [step.mesh.grid, f"ZeRO {step.optimizer.stage}"]
+    return ", ".join(_layout_words(step, _unequal_options(step, other)))
+
+
+def _unequal_options(step: TrainStep, other: TrainStep) -> list[str]:
+    """Return the names of the options that two steps have otherwise, without the mesh."""
+    names: list[str] = []
     for name in OPTIONS:
+        is_equal = getattr(step.options, name) is getattr(other.options, name)
+        if name != "mesh" and not is_equal:
+            names.append(name)
+    return names
+
+
+def _layout_words(step: TrainStep, names: Iterable[str]) -> list[str]:
+    """Return the mesh and the stage of a step, and some of its options."""
+    words = [step.mesh.grid, f"ZeRO {step.optimizer.stage}"]
+    for name in names:
         value = getattr(step.options, name)
-        is_named = name != "mesh" and value is not getattr(other.options, name)
-        if is_named and isinstance(value, int | str):
+        if isinstance(value, Schedule):
+            value = f"{value.name} of {value.microbatches} microbatches"
+        if isinstance(value, int | str):
             words.append(f"{name}={value}")
-        elif is_named and value is not None:
+        elif value is not None:
             words.append(name)
+    return words
+
+
+def _recorded_layout(step: TrainStep, names: Iterable[str] = ()) -> str:
+    """Return the layout of a step, all that decides its bits, and some more of its options."""
+    names = dict.fromkeys([*_RECORDED, *names])
+    names.pop("slices", None)  # given or by default
+    words = _layout_words(step, names)
+    slices = step.gradient.options.slices
+    if slices is not None:
+        words.append(f"slices={slices}")
     return ", ".join(words)

@@ -501,6 +501,18 @@ def make():
     return step, params, step.init(params), batch_of()
 
 
+@pytest.fixture(scope="module")
+def audited_folder(tmp_path_factory):
+    """The folder of a step that differed."""
+    folder = tmp_path_factory.mktemp("audited")
+    step, params, state, batch = make()
+    step.folder = folder
+    params, state, _ = step(params, state, batch)
+    with pytest.raises(AuditError):
+        step(params, state, batch)
+    return folder / "step-2"
+
+
 def test_difference_raises_and_is_replayed_with_the_same_table(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     step, params, state, batch = make()
@@ -533,25 +545,51 @@ def test_difference_replaces_the_folder_of_an_earlier_run(tmp_path, monkeypatch)
     assert tables[0] != tables[1]
 
 
-def test_replay_on_another_mesh_has_the_arguments_of_the_run(tmp_path, monkeypatch):
-    """Restored into other layouts: the audit of one device against two has the same losses."""
-    monkeypatch.chdir(tmp_path)
-    step, params, state, batch = make()
-    params, state, _ = step(params, state, batch)
-    with pytest.raises(AuditError):
-        step(params, state, batch)
-    expected = step.last
+def test_replay_in_a_new_other_layout_has_the_arguments_of_the_run(audited_folder):
+    """The step against one device has the losses of the run on four; the table has both layouts."""
+    recorded = (audited_folder / "table.txt").read_text()
+    step, params = step_of(1, loss=mistaken_loss, reproducible=True)
+    same = fs.audit(step.replace(slices=8), mesh=HALF, stage=3)  # 8 is the default
+    assert fs.replay(audited_folder, same, params, same.init(params), batch_of()).text in recorded
 
-    one = fs.make_mesh({"data": 1})
-    params = fs.shard_params(full_params(), P(), mesh=one)
-    alone = fs.train_step(
-        mistaken_loss, fs.optim.adamw(0.01), mesh=one, batch=P("data"), reproducible=True
+    one = fs.audit(step, mesh=fs.make_mesh({"data": 1}))
+    outcome = fs.replay(audited_folder, one, params, one.init(params), batch_of())
+    assert outcome.is_equal
+    assert outcome.text.endswith(
+        "the other layout, recorded: data=2, ZeRO 3, reproducible=True, accumulate=1, slices=8; "
+        "replayed: data=1, ZeRO 1, reproducible=True, accumulate=1, slices=8"
     )
-    alone = fs.audit(alone, mesh=HALF, stage=3)
-    actual = fs.replay("audits/step-2", alone, params, alone.init(params), batch_of())
-    assert actual.findings[0].phase == expected.findings[0].phase
-    losses = [[x.value for x in o.differences if x.leaf == "loss"] for o in (expected, actual)]
-    assert losses[0] == losses[1]
+    option = fs.audit(step, mesh=HALF, stage=3, bucket=0)
+    outcome = fs.replay(audited_folder, option, params, option.init(params), batch_of())
+    assert "replayed: data=2, ZeRO 3, reproducible=True, accumulate=1, bucket=0" in outcome.text
+
+
+OTHER_STEPS = {
+    "stage": (2, {"reproducible": True}, "ZeRO 2"),
+    "slices": (1, {"reproducible": True, "slices": 16}, "slices=16"),
+    "reproducible": (1, {}, "reproducible=False"),
+    "precision": (1, {"reproducible": True, "precision": "bf16"}, "precision=bf16"),
+    "accumulate": (1, {"reproducible": True, "accumulate": 2}, "accumulate=2"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_STEPS)
+def test_replay_of_another_step_raises(name, audited_folder):
+    stage, options, text = OTHER_STEPS[name]
+    step, params = step_of(stage, loss=mistaken_loss, **options)
+    step = fs.audit(step, mesh=HALF, stage=3)
+    with pytest.raises(AuditError, match=r"recorded: data=4, ZeRO 1, .*; replayed: ") as error:
+        fs.replay(audited_folder, step, params, step.init(params), batch_of())
+    assert text in str(error.value).partition("replayed:")[2]
+
+
+def test_replay_of_a_step_on_another_mesh_raises(audited_folder):
+    params = fs.shard_params(full_params(), P(), mesh=HALF)
+    opt = fs.partition_optimizer(fs.optim.adamw(0.01), mesh=HALF, axis="data", stage=1)
+    step = fs.train_step(loss_fn, opt, mesh=HALF, batch=P("data"), reproducible=True)
+    step = fs.audit(step, stage=3)
+    with pytest.raises(AuditError, match=r"recorded: data=4, .* replayed: data=2, "):
+        fs.replay(audited_folder, step, params, step.init(params), batch_of())
 
 
 def test_replay_without_a_folder_names_it(tmp_path):
@@ -587,18 +625,6 @@ BROKEN = {
         "batch",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def audited_folder(tmp_path_factory):
-    """The folder of a step that differed."""
-    folder = tmp_path_factory.mktemp("audited")
-    step, params, state, batch = make()
-    step.folder = folder
-    params, state, _ = step(params, state, batch)
-    with pytest.raises(AuditError):
-        step(params, state, batch)
-    return folder / "step-2"
 
 
 @pytest.mark.parametrize("name", BROKEN)
