@@ -68,6 +68,10 @@ def audit(
     differed from its repetition, or the layouts from each other. The arguments are saved in
     `folder`; `fshard replay` and `fs.replay` repeat that step alone.
 
+    An exception in the second run, such as a lack of memory, is raised, whatever `on_difference`:
+    on processes the others may wait. It has a note that the step itself had succeeded, and its
+    results are in `results` of the audited step.
+
     What it does not see: what happened before the arguments were kept, such as a bit that flipped
     in a step without an audit (but see `digest`), and what is wrong in both layouts alike.
 
@@ -159,7 +163,8 @@ class AuditedStep:
 
     `calls` counts calls: set it to the number of steps of an earlier run, and numbers continue.
     `audits` counts those that were audited; `last` is the outcome of the last audit, None before
-    the first.
+    the first. If the run in the other layout raises, as by a lack of memory, `results` is what the
+    step had returned, until the next call.
     """
 
     __name__ = "train_step"  # for what wraps a function, such as functools.wraps
@@ -182,6 +187,7 @@ class AuditedStep:
         self.calls = 0
         self.audits = 0
         self.last: AuditOutcome | None = None
+        self.results: tuple[Any, ...] | None = None
 
     @property
     def step(self) -> TrainStep:
@@ -200,6 +206,7 @@ class AuditedStep:
     def __call__(self, params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, ...]:
         """Return the next parameters, state, buffers if there are any, and metrics."""
         self.calls += 1
+        self.results = None
         if self.calls % self.every:
             results = self.step(params, state, *inputs)
         else:
@@ -228,16 +235,32 @@ class AuditedStep:
         """
         first = run_recorded(self.step, arguments)
         after = random_state()
-        with uncounted():
-            other = trial.other(first)
-            found = self.twin.compare(first, other)
-            findings: list[Finding] = []
-            if is_any(self.mesh, bool(found)):
-                found = differences_of_all(self.mesh, found)
-                findings = self._diagnose(trial, (first, other), found)
-        after.set()
+        try:
+            with uncounted():
+                findings, found = self._compared(trial, first)
+        except Exception as error:
+            error.add_note(
+                f"It is of the audit of step {number}, {' against '.join(self.twin.names)}, which "
+                "runs the step again from copies. The step itself had succeeded: the attribute "
+                "results of the audited step has what it returned."
+            )
+            self.results = first.returned
+            raise
+        finally:
+            after.set()
         text = self._table(number, findings, found)
         return first.returned, AuditOutcome(number, findings, found, text)
+
+    def _compared(
+        self, trial: AuditTrial, first: Run
+    ) -> tuple[Sequence[Finding], Sequence[Difference]]:
+        """Run the step in the other layout; return what is at fault, and the differences."""
+        other = trial.other(first)
+        found = self.twin.compare(first, other)
+        if not is_any(self.mesh, bool(found)):
+            return [], found
+        found = differences_of_all(self.mesh, found)
+        return self._diagnose(trial, (first, other), found), found
 
     def _diagnose(
         self, trial: AuditTrial, runs: tuple[Run, Run], found: Sequence[Difference]

@@ -639,6 +639,44 @@ def test_command_of_a_broken_program_names_it_in_a_line(name, audited_folder, tm
     assert expected in line
 
 
+@pytest.mark.parametrize("on_difference", ["raise", "warn"])
+def test_exception_in_the_audit_says_so_and_leaves_the_results(on_difference, tmp_path):
+    """The oracle of the results is the step alone, which donates its arguments too."""
+    from fshard.mesh.spmd.scope import here
+
+    def loss(params, batch):
+        scope = here()
+        assert scope is not None
+        if scope.mesh.size == 2:
+            torch.rand(1)
+            raise torch.OutOfMemoryError("no memory")
+        return loss_fn(params, batch)
+
+    torch.manual_seed(0)
+    alone, params = step_of(1, loss=loss, donate=True)
+    expected = alone(params, alone.init(params), batch_of())
+    drawn = torch.get_rng_state()
+
+    torch.manual_seed(0)
+    alone, params = step_of(1, loss=loss, donate=True)
+    step = fs.audit(alone, every=1, mesh=HALF, folder=tmp_path, on_difference=on_difference)
+    state = step.init(params)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory") as error:
+        step(params, state, batch_of())
+    notes = " ".join(error.value.__notes__)
+    assert "the audit of step 1, data=4, ZeRO 1 against data=2, ZeRO 1," in notes
+    assert "The step itself had succeeded" in notes
+    for x, y in zip(flatten(step.results)[0], flatten(expected)[0], strict=True):
+        assert torch.equal(fs.unshard(x), fs.unshard(y))
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+    params, state, _ = step.results
+    step.every = 2
+    step.calls = 2
+    step(params, state, batch_of())
+    assert step.results is None
+
+
 def test_difference_may_warn_and_go_on(tmp_path):
     step, params = step_of(1, loss=mistaken_loss, reproducible=True)
     step = fs.audit(step, every=1, mesh=HALF, folder=tmp_path, on_difference="warn")
