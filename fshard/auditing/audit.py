@@ -36,10 +36,12 @@ OnDifference = Literal["raise", "warn"]
 REPLICAS = "replicas"
 """The phase of a finding of replicas that differ."""
 
-OF_DRAWS = (
-    "Does the loss draw random numbers, as for dropout? They are equal in another layout only with "
-    "reproducible=True"
+CAUSES = (
+    "Causes may be a wrong reduction; statistics of a device's batch, as of BatchNorm without "
+    "sync_batchnorm; what depends on the number of devices; and random numbers, as for dropout, "
+    "which are equal in another layout only with reproducible=True"
 )
+"""The end of a disagreement up to rounding."""
 
 
 def audit(
@@ -290,7 +292,7 @@ class AuditedStep:
         has_slices = self.twin.is_exact
         disagreement = persistent(first.record, other.record, meshes, found, has_slices=has_slices)
         if not has_slices:
-            disagreement = disagreement._replace(text=f"{disagreement.text}. {OF_DRAWS}")
+            disagreement = disagreement._replace(text=f"{disagreement.text}. {CAUSES}")
         return [*findings, disagreement]
 
     # -- replicas ----------------------------------------------------------------------------------
@@ -338,7 +340,7 @@ class AuditedStep:
     def _described(self, found: Sequence[Difference]) -> str:
         """Return the first of the differences of a kind, and the number of leaves."""
         if not found:
-            return "equal"
+            return "equal" if self.twin.is_exact else "equal up to rounding"
         first = found[0]
         leaves = {difference.leaf for difference in found}
         others = f"; {len(leaves)} leaves differ" if len(leaves) > 1 else ""

@@ -477,6 +477,29 @@ def test_difference_by_dropout_asks_for_draws(tmp_path):
         step(params, step.init(params), batch_of())
 
 
+def test_difference_beyond_rounding_names_causes_and_measure(tmp_path):
+    """BatchNorm has other statistics on another number of devices; updates take equal gradients."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    apply, params, buffers = fs.functionalize(module)
+
+    def loss(params, buffers, batch):
+        y, buffers = apply(params, buffers, batch[0])
+        return (y - batch[1]).square().mean(), buffers
+
+    params = fs.shard_params(params, P(), mesh=FOUR)
+    step = fs.train_step(loss, fs.optim.sgd(0.1), mesh=FOUR, batch=P("data"), has_buffers=True)
+    step = fs.audit(step, every=1, mesh=HALF, folder=tmp_path)
+    with pytest.raises(AuditError) as error:
+        step(params, step.init(params), buffers, batch_of())
+    text = str(error.value)
+    for cause in ("wrong reduction", "BatchNorm", "number of devices", "dropout"):
+        assert cause in text
+    lines = text.splitlines()
+    assert "  parameter  equal up to rounding" in lines
+    assert "  state      equal up to rounding" in lines
+
+
 def test_audit_refuses_a_function():
     with pytest.raises(ValueError, match=r"step must be a step of fs\.train_step; got function"):
         fs.audit(loss_fn)
