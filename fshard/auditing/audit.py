@@ -363,6 +363,8 @@ class AuditedStep:
 
 def _of_replicas(replica: UnequalReplicas, mesh: Mesh, when: str) -> Finding:
     """Return the finding of a leaf whose replicas differ."""
-    names = [device_name(mesh, number) for number in replica.devices]
-    text = f"{replica.leaf} has other values on {' and '.join(names)} than on most, {when}"
+    names = " and ".join([device_name(mesh, number) for number in replica.devices])
+    text = f"{replica.leaf} has other values on {names} than on most, {when}"
+    if not replica.has_majority:
+        text = f"{replica.leaf} differs between {names}, {when}"
     return Finding(REPLICAS, replica.devices[0], replica.leaf, text)

@@ -782,6 +782,35 @@ def test_digest_names_the_leaf_and_the_device_of_a_replica(tmp_path):
     assert "parameter a" not in text
 
 
+@pytest.mark.parametrize("shape", [{"data": 2}, {"data": 2, "model": 2}])
+def test_digest_of_two_holders_names_both(shape, tmp_path):
+    """Neither of two is wrong more than the other."""
+    mesh = fs.make_mesh(shape)
+    params = fs.shard_params(full_params(), P("model") if "model" in shape else P(), mesh=mesh)
+    local = {"local": "model"} if "model" in shape else {}
+    step = fs.train_step(zero_loss, fs.optim.sgd(0.0), mesh=mesh, batch=P("data"), **local)
+    step = fs.audit(step, every=100, digest=True, folder=tmp_path)
+    x = params["c"]
+    shards = [shard.clone() for shard in x.shards]
+    shards[0][0, 1] += 1
+    params = params | {"c": fs.Sharded(x.shape, x.layout, tuple(shards))}
+    with pytest.raises(AuditError) as error:
+        step(params, step.init(params), batch_of())
+    second = "device 2 (data=1, model=0)" if local else "device 1 (data=1)"
+    first = "device 0 (data=0, model=0)" if local else "device 0 (data=0)"
+    text = f"parameter c differs between {first} and {second}, after the step"
+    assert text in str(error.value)
+    assert "most" not in str(error.value)
+
+
+def zero_loss(params, batch):
+    """A loss of 0 on all devices, of whole parameters or of shards."""
+    total = batch[0].mean()
+    for x in params.values():
+        total = total + x.mean()
+    return total * 0.0
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_digest_costs_one_psum_of_8_bytes(stage, tmp_path):
     def sent(digest):
