@@ -41,6 +41,7 @@ def replay(
     """
     path = Path(folder)
     facts = read_facts(path)
+    _validate(step, inputs)
     layout, other_layout = step.twin.recorded
     if layout != facts.layout:
         raise AuditError(
@@ -58,6 +59,22 @@ def replay(
         return outcome
     layouts = f"the other layout, recorded: {facts.other_layout}; replayed: {other_layout}"
     return outcome._replace(text=f"{outcome.text}\n  {layouts}")
+
+
+def _validate(step: object, inputs: Sequence[PyTree]) -> None:
+    """Raise unless a step is audited and gets as many arguments as it takes."""
+    if not isinstance(step, AuditedStep):
+        raise ValueError(
+            f"replay: step must be a step of fs.audit; got {type(step).__name__}. The arguments "
+            "are (folder, step, params, state, batch)."
+        )
+    has_buffers = step.step.options.has_buffers
+    if len(inputs) != 1 + has_buffers:
+        names = "params, state, buffers, batch" if has_buffers else "params, state, batch"
+        raise ValueError(
+            f"replay: the arguments must be (folder, step, {names}); got {4 + len(inputs)}, not "
+            f"{5 + has_buffers}. Give those of the step, as at the start of the run."
+        )
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -174,8 +174,8 @@ def _require_outside(caller: str) -> None:
         )
 
 
-def _validated_moment(devices: tuple[Any, ...], at: Any) -> Moment:
-    """Return a phase with its number; raise unless devices can die at that moment."""
+def _validated_moment(devices: tuple[Any, ...], at: Any) -> Any:
+    """Return a `Moment`; raise unless devices can die at that moment."""
     moment = (at, 0) if isinstance(at, str) else at
     is_pair = isinstance(moment, tuple) and len(moment) == 2
     if not is_pair or moment[0] not in PHASES:

@@ -12,7 +12,7 @@ from fshard import P
 from fshard.auditing.records import copies_of, faults, sent_otherwise
 from fshard.auditing.runs import run_recorded
 from fshard.command import main
-from fshard.errors import AuditError
+from fshard.errors import AuditError, FshardError
 from fshard.mesh.layout import flatten
 
 FOUR = fs.make_mesh({"data": 4})
@@ -630,6 +630,20 @@ def test_command_without_a_program_asks_for_it(tmp_path, monkeypatch, capsys):
     assert "FILE:FUNCTION" in capsys.readouterr().err
     assert main(["replay", "audits/step-3"]) == 2
     assert "has no audit.json" in capsys.readouterr().err
+
+
+def test_replay_with_wrong_arguments_names_them(audited_folder):
+    step, params, state, batch = make()
+    with pytest.raises(ValueError, match=r"step, params, state, batch\); got 4, not 5"):
+        fs.replay(audited_folder, step, params, state)
+    with pytest.raises(ValueError, match=r"step, params, state, batch\); got 6, not 5"):
+        fs.replay(audited_folder, step, params, state, {}, batch)
+    for wrong in (step.step, params, None, make):
+        with pytest.raises(ValueError, match=r"step must be a step of fs\.audit; got"):
+            fs.replay(audited_folder, wrong, params, state, batch)
+    for wrong in (batch, None, 3):
+        with pytest.raises((ValueError, FshardError), match="params"):
+            fs.replay(audited_folder, step, wrong, state, batch)
 
 
 BROKEN = {
