@@ -29,9 +29,9 @@ def replay(
     """Repeat the step of a folder that an audit has written, in both layouts; return the outcome.
 
     The devices may be others, such as virtual ones in place of processes, but the layout of the
-    step is that of the run: axes of the mesh, stage of ZeRO, reproducible, slices, precision and
-    schedule. The other layout may be a new one; then the table has both. What a fault did once is
-    not there again: then the outcome is equal.
+    step is that of the run: axes of the mesh, stage of ZeRO, and options that are no defaults. The
+    other layout may be a new one; then the table has both. What a fault did once is not there
+    again: then the outcome is equal.
 
     Args:
         folder: such as "audits/step-12".

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -22,9 +22,6 @@ from fshard.transforms.train_step import TrainStep
 
 KINDS = {"params": "parameter", "state": "state", "buffers": "buffer", "metrics": "metric"}
 """The results of a step in their order, with the name of a leaf of each."""
-
-_RECORDED = ("reproducible", "accumulate", "precision", "schedule")
-"""The options that the folder of a step names, beside mesh, stage of ZeRO, and slices."""
 
 
 class Run(NamedTuple):
@@ -218,10 +215,14 @@ def _layout_words(step: TrainStep, names: Iterable[str]) -> list[str]:
 
 
 def _recorded_layout(step: TrainStep, names: Iterable[str] = ()) -> str:
-    """Return the layout of a step, all that decides its bits, and some more of its options."""
-    names = dict.fromkeys([*_RECORDED, *names])
-    names.pop("slices", None)  # given or by default
-    words = _layout_words(step, names)
+    """Return the layout of a step, its options that are no defaults, and some more of them."""
+    chosen: dict[str, None] = {}  # a set in order
+    for name, option in OPTIONS.items():
+        if option.default is not MISSING and getattr(step.options, name) != option.default:
+            chosen[name] = None
+    chosen.update(dict.fromkeys(names))
+    chosen.pop("slices", None)  # given or by default
+    words = _layout_words(step, chosen)
     slices = step.gradient.options.slices
     if slices is not None:
         words.append(f"slices={slices}")

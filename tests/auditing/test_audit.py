@@ -579,18 +579,18 @@ def test_replay_in_a_new_other_layout_has_the_arguments_of_the_run(audited_folde
     outcome = fs.replay(audited_folder, one, params, one.init(params), batch_of())
     assert outcome.is_equal
     assert outcome.text.endswith(
-        "the other layout, recorded: data=2, ZeRO 3, reproducible=True, accumulate=1, slices=8; "
-        "replayed: data=1, ZeRO 1, reproducible=True, accumulate=1, slices=8"
+        "the other layout, recorded: data=2, ZeRO 3, reproducible=True, slices=8; "
+        "replayed: data=1, ZeRO 1, reproducible=True, slices=8"
     )
     option = fs.audit(step, mesh=HALF, stage=3, bucket=0)
     outcome = fs.replay(audited_folder, option, params, option.init(params), batch_of())
-    assert "replayed: data=2, ZeRO 3, reproducible=True, accumulate=1, bucket=0" in outcome.text
+    assert "replayed: data=2, ZeRO 3, reproducible=True, bucket=0" in outcome.text
 
 
 OTHER_STEPS = {
     "stage": (2, {"reproducible": True}, "ZeRO 2"),
     "slices": (1, {"reproducible": True, "slices": 16}, "slices=16"),
-    "reproducible": (1, {}, "reproducible=False"),
+    "reproducible": (1, {}, " data=4, ZeRO 1. Make"),
     "precision": (1, {"reproducible": True, "precision": "bf16"}, "precision=bf16"),
     "accumulate": (1, {"reproducible": True, "accumulate": 2}, "accumulate=2"),
 }
