@@ -89,7 +89,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     try:
         outcome = _replayed(options.folder, program)
-    except (Exception, SystemExit) as error:  # of the program: status 1 would say that bits differ
+    except (Exception, SystemExit) as error:  # of the program: 1 is for layouts that differ
         text = " ".join(str(error).split())
         sys.stderr.write(f"fshard replay: {program} failed: {type(error).__name__}: {text}\n")
         return 2

@@ -15,7 +15,6 @@ from fshard.auditing.records import StepRecord, copies_of
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.reshard.broadcast_to import broadcast_to
 from fshard.mesh.spmd.run import is_outside, local_devices
-from fshard.pipeline.schedule.schedule import Schedule
 from fshard.randomness import random_state
 from fshard.transforms.options import OPTIONS
 from fshard.transforms.train_step import TrainStep
@@ -93,7 +92,7 @@ class Twin(NamedTuple):
 
     @property
     def recorded(self) -> tuple[str, str]:
-        """The two layouts in words that a folder keeps: that of the step stands for itself."""
+        """The two layouts in words, for a folder; that of the step does not depend on the other."""
         unequal = _unequal_options(self.other, self.step)
         return _recorded_layout(self.step), _recorded_layout(self.other, unequal)
 
@@ -205,7 +204,7 @@ def _layout_words(step: TrainStep, names: Iterable[str]) -> list[str]:
     words = [step.mesh.grid, f"ZeRO {step.optimizer.stage}"]
     for name in names:
         value = getattr(step.options, name)
-        if isinstance(value, Schedule):
+        if name == "schedule" and value is not None:
             value = f"{value.name} of {value.microbatches} microbatches"
         if isinstance(value, int | str):
             words.append(f"{name}={value}")

@@ -42,7 +42,7 @@ def kill(*devices: int, at: Phase | Moment) -> AbstractContextManager[None]:
     program tests both; but several devices die each at its own moment, if it still gets there.
 
     Raises an AssertionError if the block ends without an error before the moment: so an error of
-    the block is not hidden, such as the loss by a nested kill, whose moment came first. A context
+    the block is not hidden, such as the loss by a nested kill, whose moment was the first. A context
     is used once.
 
     Args:
