@@ -36,10 +36,12 @@ OnDifference = Literal["raise", "warn"]
 REPLICAS = "replicas"
 """The phase of a finding of replicas that differ."""
 
-OF_DRAWS = (
-    "Does the loss draw random numbers, as for dropout? They are equal in another layout only with "
-    "reproducible=True"
+CAUSES = (
+    "Causes may be a wrong reduction; statistics of a device's batch, as of BatchNorm without "
+    "sync_batchnorm; what depends on the number of devices; and random numbers, as for dropout, "
+    "which are equal in another layout only with reproducible=True"
 )
+"""The end of a disagreement up to rounding."""
 
 
 def audit(
@@ -67,6 +69,10 @@ def audit(
     repeated, and digests of all that devices compute, send and receive show where a run first
     differed from its repetition, or the layouts from each other. The arguments are saved in
     `folder`; `fshard replay` and `fs.replay` repeat that step alone.
+
+    An exception in the second run, such as a lack of memory, is raised, whatever `on_difference`:
+    on processes the others may wait. It has a note that the step itself had succeeded, and its
+    results are in `results` of the audited step.
 
     What it does not see: what happened before the arguments were kept, such as a bit that flipped
     in a step without an audit (but see `digest`), and what is wrong in both layouts alike.
@@ -159,7 +165,8 @@ class AuditedStep:
 
     `calls` counts calls: set it to the number of steps of an earlier run, and numbers continue.
     `audits` counts those that were audited; `last` is the outcome of the last audit, None before
-    the first.
+    the first. If the run in the other layout raises, as by a lack of memory, `results` is what the
+    step had returned, until the next call.
     """
 
     __name__ = "train_step"  # for what wraps a function, such as functools.wraps
@@ -182,6 +189,7 @@ class AuditedStep:
         self.calls = 0
         self.audits = 0
         self.last: AuditOutcome | None = None
+        self.results: tuple[Any, ...] | None = None
 
     @property
     def step(self) -> TrainStep:
@@ -200,6 +208,7 @@ class AuditedStep:
     def __call__(self, params: PyTree, state: PyTree, *inputs: PyTree) -> tuple[Any, ...]:
         """Return the next parameters, state, buffers if there are any, and metrics."""
         self.calls += 1
+        self.results = None
         if self.calls % self.every:
             results = self.step(params, state, *inputs)
         else:
@@ -228,16 +237,32 @@ class AuditedStep:
         """
         first = run_recorded(self.step, arguments)
         after = random_state()
-        with uncounted():
-            other = trial.other(first)
-            found = self.twin.compare(first, other)
-            findings: list[Finding] = []
-            if is_any(self.mesh, bool(found)):
-                found = differences_of_all(self.mesh, found)
-                findings = self._diagnose(trial, (first, other), found)
-        after.set()
+        try:
+            with uncounted():
+                findings, found = self._compared(trial, first)
+        except Exception as error:
+            error.add_note(
+                f"It is of the audit of step {number}, {' against '.join(self.twin.names)}, which "
+                "runs the step again from copies. The step itself had succeeded: the attribute "
+                "results of the audited step has what it returned."
+            )
+            self.results = first.returned
+            raise
+        finally:
+            after.set()
         text = self._table(number, findings, found)
         return first.returned, AuditOutcome(number, findings, found, text)
+
+    def _compared(
+        self, trial: AuditTrial, first: Run
+    ) -> tuple[Sequence[Finding], Sequence[Difference]]:
+        """Run the step in the other layout; return what is at fault, and the differences."""
+        other = trial.other(first)
+        found = self.twin.compare(first, other)
+        if not is_any(self.mesh, bool(found)):
+            return [], found
+        found = differences_of_all(self.mesh, found)
+        return self._diagnose(trial, (first, other), found), found
 
     def _diagnose(
         self, trial: AuditTrial, runs: tuple[Run, Run], found: Sequence[Difference]
@@ -267,7 +292,7 @@ class AuditedStep:
         has_slices = self.twin.is_exact
         disagreement = persistent(first.record, other.record, meshes, found, has_slices=has_slices)
         if not has_slices:
-            disagreement = disagreement._replace(text=f"{disagreement.text}. {OF_DRAWS}")
+            disagreement = disagreement._replace(text=f"{disagreement.text}. {CAUSES}")
         return [*findings, disagreement]
 
     # -- replicas ----------------------------------------------------------------------------------
@@ -315,7 +340,7 @@ class AuditedStep:
     def _described(self, found: Sequence[Difference]) -> str:
         """Return the first of the differences of a kind, and the number of leaves."""
         if not found:
-            return "equal"
+            return "equal" if self.twin.is_exact else "equal up to rounding"
         first = found[0]
         leaves = {difference.leaf for difference in found}
         others = f"; {len(leaves)} leaves differ" if len(leaves) > 1 else ""
@@ -331,13 +356,15 @@ class AuditedStep:
         if outcome.findings[0].phase == REPLICAS:
             return "Its arguments are not saved: a checkpoint has one value of each replica."
         path = self.folder / f"step-{outcome.step}"
-        facts = AuditFacts(outcome.step, self.program)
+        facts = AuditFacts(outcome.step, self.program, *self.twin.recorded)
         save_step(path, facts, outcome.text, trial.kept, trial.state_of_draws)
         return f"Repeat it alone: fshard replay {path} {self.program or 'FILE:FUNCTION'}"
 
 
 def _of_replicas(replica: UnequalReplicas, mesh: Mesh, when: str) -> Finding:
     """Return the finding of a leaf whose replicas differ."""
-    names = [device_name(mesh, number) for number in replica.devices]
-    text = f"{replica.leaf} has other values on {' and '.join(names)} than on most, {when}"
+    names = " and ".join([device_name(mesh, number) for number in replica.devices])
+    text = f"{replica.leaf} has other values on {names} than on most, {when}"
+    if not replica.has_majority:
+        text = f"{replica.leaf} differs between {names}, {when}"
     return Finding(REPLICAS, replica.devices[0], replica.leaf, text)

@@ -1,7 +1,7 @@
 """The folder of a step that differed.
 
     audits/step-12/arguments    params, state, buffers and batch, by fs.save; the random state
-    audits/step-12/audit.json   the number of the step, and the program that makes it again
+    audits/step-12/audit.json   the number of the step, the program that makes it again, layouts
     audits/step-12/table.txt    the error
 
 No code is in it, and no pickle: the step is made by the function that the user names.
@@ -28,10 +28,19 @@ _TABLE = "table.txt"
 
 
 class AuditFacts(NamedTuple):
-    """The plain values of a folder: the number of the step, and FILE:FUNCTION or None."""
+    """The plain values of a folder.
+
+    Args:
+        step: its number.
+        program: FILE:FUNCTION or None.
+        layout: of the step, in words.
+        other_layout: the other one.
+    """
 
     step: int
     program: str | None
+    layout: str
+    other_layout: str
 
 
 def save_step(

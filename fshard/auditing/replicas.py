@@ -40,10 +40,17 @@ class ReplicatedLeaf(NamedTuple):
 
 
 class UnequalReplicas(NamedTuple):
-    """A leaf whose replicas differ, and the devices that differ from most, by number."""
+    """A leaf whose replicas differ.
+
+    Args:
+        leaf: its name.
+        devices: the numbers of those that differ from most, or from each other.
+        has_majority: True if most replicas are equal wherever some differ; two are no majority.
+    """
 
     leaf: str
     devices: list[int]
+    has_majority: bool
 
 
 def replicated_leaves(trees: Mapping[str, PyTree], mesh: Mesh) -> list[ReplicatedLeaf]:
@@ -107,7 +114,7 @@ def _compared(
 def _named(
     leaves: Sequence[ReplicatedLeaf], shards: Sequence[Tensor], everyone: Group, site: Site
 ) -> list[UnequalReplicas]:
-    """Gather the digests of all leaves from all devices, and name those that differ from most."""
+    """Gather the digests of all leaves from all devices, and name those that differ."""
     scope = require(_CALLER)
     row: list[list[int]] = []
     for leaf, shard in zip(leaves, shards, strict=True):
@@ -121,10 +128,13 @@ def _named(
         for device, (base, value) in zip(everyone.members, table[:, number].tolist(), strict=True):
             by_group.setdefault(base, []).append((device, value))
         unequal: list[int] = []
+        has_majority = True
         for pairs in by_group.values():
-            unequal += _minority(pairs)
+            minority = _minority(pairs)
+            unequal += minority
+            has_majority &= len(minority) < len(pairs)
         if unequal:
-            found.append(UnequalReplicas(leaf.name, sorted(unequal)))
+            found.append(UnequalReplicas(leaf.name, sorted(unequal), has_majority))
     return found
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -89,6 +89,12 @@ class Twin(NamedTuple):
     def names(self) -> tuple[str, str]:
         """The two layouts in words: mesh, stage of ZeRO, and options that differ."""
         return _layout_name(self.step, self.other), _layout_name(self.other, self.step)
+
+    @property
+    def recorded(self) -> tuple[str, str]:
+        """The two layouts in words, for a folder; that of the step does not depend on the other."""
+        unequal = _unequal_options(self.other, self.step)
+        return _recorded_layout(self.step), _recorded_layout(self.other, unequal)
 
     def compare(self, first: Run, other: Run) -> list[Difference]:
         """Return the differences of two runs in two layouts, on the devices of the caller.
@@ -180,12 +186,43 @@ def _is_new(step: TrainStep) -> bool:
 
 def _layout_name(step: TrainStep, other: TrainStep) -> str:
     """Return the mesh and the stage of a step, and the options that another one has otherwise."""
-    words = [step.mesh.grid, f"ZeRO {step.optimizer.stage}"]
+    return ", ".join(_layout_words(step, _unequal_options(step, other)))
+
+
+def _unequal_options(step: TrainStep, other: TrainStep) -> list[str]:
+    """Return the names of the options that two steps have otherwise, without the mesh."""
+    names: list[str] = []
     for name in OPTIONS:
+        is_equal = getattr(step.options, name) is getattr(other.options, name)
+        if name != "mesh" and not is_equal:
+            names.append(name)
+    return names
+
+
+def _layout_words(step: TrainStep, names: Iterable[str]) -> list[str]:
+    """Return the mesh and the stage of a step, and some of its options."""
+    words = [step.mesh.grid, f"ZeRO {step.optimizer.stage}"]
+    for name in names:
         value = getattr(step.options, name)
-        is_named = name != "mesh" and value is not getattr(other.options, name)
-        if is_named and isinstance(value, int | str):
+        if name == "schedule" and value is not None:
+            value = f"{value.name} of {value.microbatches} microbatches"
+        if isinstance(value, int | str):
             words.append(f"{name}={value}")
-        elif is_named and value is not None:
+        elif value is not None:
             words.append(name)
+    return words
+
+
+def _recorded_layout(step: TrainStep, names: Iterable[str] = ()) -> str:
+    """Return the layout of a step, its options that are no defaults, and some more of them."""
+    chosen: dict[str, None] = {}  # a set in order
+    for name, option in OPTIONS.items():
+        if option.default is not MISSING and getattr(step.options, name) != option.default:
+            chosen[name] = None
+    chosen.update(dict.fromkeys(names))
+    chosen.pop("slices", None)  # given or by default
+    words = _layout_words(step, chosen)
+    slices = step.gradient.options.slices
+    if slices is not None:
+        words.append(f"slices={slices}")
     return ", ".join(words)

@@ -17,7 +17,8 @@ import signal
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from typing import Any
 
 from fshard.errors import ScopeError
 from fshard.mesh.layout.mesh import Runtime
@@ -28,8 +29,7 @@ Moment = tuple[Phase, int]
 """A phase, and how often the device has reached it before."""
 
 
-@contextmanager
-def kill(*devices: int, at: Phase | Moment) -> Generator[None]:
+def kill(*devices: int, at: Phase | Moment) -> AbstractContextManager[None]:
     """Kill devices at a moment of the block: when the first of them reaches a phase for the n-th time.
 
     A virtual device ends there: its thread unwinds and runs no more of the program. On each other
@@ -41,7 +41,9 @@ def kill(*devices: int, at: Phase | Moment) -> Generator[None]:
     processes that enter the block: nothing is cleaned up there, and the block does not end. So one
     program tests both; but several devices die each at its own moment, if it still gets there.
 
-    Raises an AssertionError at the end of the block if the moment has not been reached.
+    Raises an AssertionError if the block ends without an error before the moment: so an error of
+    the block is not hidden, such as the loss by a nested kill, whose moment was the first. A context
+    is used once.
 
     Args:
         devices: their numbers in the world. Several die together. Nested blocks kill independently.
@@ -60,43 +62,69 @@ def kill(*devices: int, at: Phase | Moment) -> Generator[None]:
     ...         error.lost
     (1,)
     """
-    phase, n = at if isinstance(at, tuple) else (at, 0)
-    _validate(devices, phase, n)
-    counts = Counter[int]()
-    is_done = False
-    is_elsewhere = False  # another process has the devices
+    return _Kill(devices, _validated_moment(devices, at))
 
-    def listen(name: Phase, number: int, runtime: Runtime) -> None:
-        nonlocal is_done, is_elsewhere
-        if number not in devices:
-            is_elsewhere |= runtime == "process"
+
+class _Kill(ContextDecorator):
+    """A block in which devices die at a moment: see `kill`."""
+
+    def __init__(self, devices: tuple[int, ...], moment: Moment) -> None:
+        self.devices = devices
+        self.moment = moment
+        self.is_used = False
+        self.is_done = False
+        self.is_elsewhere = False  # another process has the devices
+        self.counts = Counter[int]()
+        self.deaths_before = 0
+
+    def _recreate_cm(self) -> _Kill:
+        return type(self)(self.devices, self.moment)
+
+    def __enter__(self) -> None:
+        _require_outside("kill")
+        if self.is_used:
+            raise RuntimeError(
+                "kill: a context must be entered once, as its devices die once; this one has been. "
+                "Call kill again for each block."
+            )
+        self.is_used = True
+        self.deaths_before = len(deaths)
+        listeners.append(self._listen)
+
+    def _listen(self, name: Phase, number: int, runtime: Runtime) -> None:
+        """Kill the device that has reached a phase, if it is the moment."""
+        if number not in self.devices:
+            self.is_elsewhere |= runtime == "process"
             return
+        phase, n = self.moment
         if name != phase:
             return
-        count = counts[number]
-        counts[number] += 1
-        if is_done or count != n:
+        count = self.counts[number]
+        self.counts[number] += 1
+        if self.is_done or count != n:
             return
         if runtime == "process":
             os.kill(os.getpid(), signal.SIGKILL)
-        is_done = True
-        dead.update(dict.fromkeys(devices, f'("{phase}", {n})'))
-        deaths.extend(devices)
+        self.is_done = True
+        dead.update(dict.fromkeys(self.devices, f'("{phase}", {n})'))
+        deaths.extend(self.devices)
         raise Killed
 
-    listeners.append(listen)
-    try:
-        yield
-    finally:
-        if is_done:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.is_done:
             _join_saves()
-        listeners.remove(listen)
-        for device in devices:
+        listeners.remove(self._listen)
+        for device in self.devices:
             dead.pop(device, None)
-    if not is_done and not is_elsewhere:
+        if kind is not None or self.is_done or self.is_elsewhere:
+            return
+        phase, n = self.moment
+        others = deaths[self.deaths_before :]
+        died = f" Devices {others} died before." if others else ""
         raise AssertionError(
-            f'kill: a device of {devices} must reach ("{phase}", {n}) in the block; they reached '
-            f'"{phase}" {max(counts.values(), default=0)} times. fs.testing.moments lists moments.'
+            f'kill: a device of {self.devices} must reach ("{phase}", {n}) in the block; they '
+            f'reached "{phase}" {max(self.counts.values(), default=0)} times.{died} '
+            "fs.testing.moments lists moments."
         )
 
 
@@ -114,6 +142,7 @@ def moments() -> Generator[dict[int, list[Moment]]]:
     >>> dict(reached)
     {0: [('collective', 0)], 1: [('collective', 0)]}
     """
+    _require_outside("moments")
     reached = defaultdict[int, list[Moment]](list)
     counts = Counter[tuple[int, Phase]]()
 
@@ -135,18 +164,35 @@ def _join_saves() -> None:
             thread.join()
 
 
-def _validate(devices: tuple[int, ...], phase: object, n: object) -> None:
-    """Raise unless devices can die at the n-th time of a phase."""
-    if phase not in PHASES:
-        names = ", ".join([f'"{name}"' for name in PHASES])
-        raise ValueError(f"kill: at must be a phase of {names}; got {phase!r}.")
-    if not isinstance(n, int) or n < 0:
-        raise ValueError(f"kill: at must be (phase, n) with n of at least 0; got n={n!r}.")
-    if not devices:
-        raise ValueError("kill: devices must be numbers in the world; got none.")
+def _require_outside(caller: str) -> None:
+    """Raise in the function of a run on virtual devices."""
     scope = here()
     if scope is not None and scope.mesh.runtime == "virtual":
         raise ScopeError(
-            "kill: the block must be around fs.run, not in its function, which all devices run. "
-            "Move it outside."
+            f"{caller}: the block must be around fs.run, not in its function, which all devices "
+            "run. Move it outside."
         )
+
+
+def _validated_moment(devices: tuple[Any, ...], at: Any) -> Any:
+    """Return a `Moment`; raise unless devices can die at that moment."""
+    moment = (at, 0) if isinstance(at, str) else at
+    is_pair = isinstance(moment, tuple) and len(moment) == 2
+    if not is_pair or moment[0] not in PHASES:
+        names = ", ".join([f'"{name}"' for name in PHASES])
+        raise ValueError(
+            f"kill: at must be a phase, or (phase, n), with a phase of {names}; got {at!r}."
+        )
+    phase, n = moment
+    if type(n) is not int or n < 0:
+        raise ValueError(
+            f"kill: at must be (phase, n) with an integer n of at least 0; got {at!r}."
+        )
+    are_numbers = all([type(device) is int and device >= 0 for device in devices])
+    if not devices or not are_numbers:
+        got = ", ".join([repr(device) for device in devices]) or "none"
+        raise ValueError(
+            f"kill: devices must be integers >= 0, their numbers in the world; got {got}. "
+            'Write each as an argument: kill(0, 2, at="update").'
+        )
+    return phase, n

@@ -366,18 +366,26 @@ class StepOptions(Options):
         if self.slices is None:  # not in reproducible mode
             return self.accumulate
         count, remainder = divmod(self.slices, n)
-        if remainder or count % self.accumulate:
+        remedy = (
+            f"Give each device 1, 2, 4, ... slices, such as {n << count.bit_length()} in all, on "
+            "all your meshes; three devices and two have no number in common."
+        )
+        if remainder:
             raise ValueError(
                 f"reproducible mode cuts the batch into {self.slices} slices, which {n} devices do "
-                f"not share evenly in {self.accumulate} turns. Give a number of slices that all "
-                "your meshes divide."
+                f"not share evenly. {remedy}"
             )
         is_power_of_two = count & (count - 1) == 0
         if n > 1 and not is_power_of_two:
             raise ValueError(
                 f"reproducible mode adds {self.slices} slices in one binary tree, of which the "
                 f"{count} of each of {n} devices are no branch: one device would round "
-                f"differently. Give each 1, 2, 4, ... slices, such as {n << count.bit_length()}."
+                f"differently. {remedy}"
+            )
+        if count % self.accumulate:
+            raise ValueError(
+                f"accumulate must divide {count}, the slices of a device in reproducible mode; got "
+                f"{self.accumulate}. Give accumulate=1, or other slices."
             )
         return count
 

@@ -12,7 +12,7 @@ from fshard import P
 from fshard.auditing.records import copies_of, faults, sent_otherwise
 from fshard.auditing.runs import run_recorded
 from fshard.command import main
-from fshard.errors import AuditError
+from fshard.errors import AuditError, FshardError
 from fshard.mesh.layout import flatten
 
 FOUR = fs.make_mesh({"data": 4})
@@ -477,6 +477,29 @@ def test_difference_by_dropout_asks_for_draws(tmp_path):
         step(params, step.init(params), batch_of())
 
 
+def test_difference_beyond_rounding_names_causes_and_measure(tmp_path):
+    """BatchNorm has other statistics on another number of devices; updates take equal gradients."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    apply, params, buffers = fs.functionalize(module)
+
+    def loss(params, buffers, batch):
+        y, buffers = apply(params, buffers, batch[0])
+        return (y - batch[1]).square().mean(), buffers
+
+    params = fs.shard_params(params, P(), mesh=FOUR)
+    step = fs.train_step(loss, fs.optim.sgd(0.1), mesh=FOUR, batch=P("data"), has_buffers=True)
+    step = fs.audit(step, every=1, mesh=HALF, folder=tmp_path)
+    with pytest.raises(AuditError) as error:
+        step(params, step.init(params), buffers, batch_of())
+    text = str(error.value)
+    for cause in ("wrong reduction", "BatchNorm", "number of devices", "dropout"):
+        assert cause in text
+    lines = text.splitlines()
+    assert "  parameter  equal up to rounding" in lines
+    assert "  state      equal up to rounding" in lines
+
+
 def test_audit_refuses_a_function():
     with pytest.raises(ValueError, match=r"step must be a step of fs\.train_step; got function"):
         fs.audit(loss_fn)
@@ -499,6 +522,18 @@ def make():
     step, params = step_of(1, loss=mistaken_loss, reproducible=True)
     step = fs.audit(step, every=2, mesh=HALF, stage=3, folder="audits")
     return step, params, step.init(params), batch_of()
+
+
+@pytest.fixture(scope="module")
+def audited_folder(tmp_path_factory):
+    """The folder of a step that differed."""
+    folder = tmp_path_factory.mktemp("audited")
+    step, params, state, batch = make()
+    step.folder = folder
+    params, state, _ = step(params, state, batch)
+    with pytest.raises(AuditError):
+        step(params, state, batch)
+    return folder / "step-2"
 
 
 def test_difference_raises_and_is_replayed_with_the_same_table(tmp_path, monkeypatch, capsys):
@@ -533,25 +568,51 @@ def test_difference_replaces_the_folder_of_an_earlier_run(tmp_path, monkeypatch)
     assert tables[0] != tables[1]
 
 
-def test_replay_on_another_mesh_has_the_arguments_of_the_run(tmp_path, monkeypatch):
-    """Restored into other layouts: the audit of one device against two has the same losses."""
-    monkeypatch.chdir(tmp_path)
-    step, params, state, batch = make()
-    params, state, _ = step(params, state, batch)
-    with pytest.raises(AuditError):
-        step(params, state, batch)
-    expected = step.last
+def test_replay_in_a_new_other_layout_has_the_arguments_of_the_run(audited_folder):
+    """The step against one device has the losses of the run on four; the table has both layouts."""
+    recorded = (audited_folder / "table.txt").read_text()
+    step, params = step_of(1, loss=mistaken_loss, reproducible=True)
+    same = fs.audit(step.replace(slices=8), mesh=HALF, stage=3)  # 8 is the default
+    assert fs.replay(audited_folder, same, params, same.init(params), batch_of()).text in recorded
 
-    one = fs.make_mesh({"data": 1})
-    params = fs.shard_params(full_params(), P(), mesh=one)
-    alone = fs.train_step(
-        mistaken_loss, fs.optim.adamw(0.01), mesh=one, batch=P("data"), reproducible=True
+    one = fs.audit(step, mesh=fs.make_mesh({"data": 1}))
+    outcome = fs.replay(audited_folder, one, params, one.init(params), batch_of())
+    assert outcome.is_equal
+    assert outcome.text.endswith(
+        "the other layout, recorded: data=2, ZeRO 3, reproducible=True, slices=8; "
+        "replayed: data=1, ZeRO 1, reproducible=True, slices=8"
     )
-    alone = fs.audit(alone, mesh=HALF, stage=3)
-    actual = fs.replay("audits/step-2", alone, params, alone.init(params), batch_of())
-    assert actual.findings[0].phase == expected.findings[0].phase
-    losses = [[x.value for x in o.differences if x.leaf == "loss"] for o in (expected, actual)]
-    assert losses[0] == losses[1]
+    option = fs.audit(step, mesh=HALF, stage=3, bucket=0)
+    outcome = fs.replay(audited_folder, option, params, option.init(params), batch_of())
+    assert "replayed: data=2, ZeRO 3, reproducible=True, bucket=0" in outcome.text
+
+
+OTHER_STEPS = {
+    "stage": (2, {"reproducible": True}, "ZeRO 2"),
+    "slices": (1, {"reproducible": True, "slices": 16}, "slices=16"),
+    "reproducible": (1, {}, " data=4, ZeRO 1. Make"),
+    "precision": (1, {"reproducible": True, "precision": "bf16"}, "precision=bf16"),
+    "accumulate": (1, {"reproducible": True, "accumulate": 2}, "accumulate=2"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_STEPS)
+def test_replay_of_another_step_raises(name, audited_folder):
+    stage, options, text = OTHER_STEPS[name]
+    step, params = step_of(stage, loss=mistaken_loss, **options)
+    step = fs.audit(step, mesh=HALF, stage=3)
+    with pytest.raises(AuditError, match=r"recorded: data=4, ZeRO 1, .*; replayed: ") as error:
+        fs.replay(audited_folder, step, params, step.init(params), batch_of())
+    assert text in str(error.value).partition("replayed:")[2]
+
+
+def test_replay_of_a_step_on_another_mesh_raises(audited_folder):
+    params = fs.shard_params(full_params(), P(), mesh=HALF)
+    opt = fs.partition_optimizer(fs.optim.adamw(0.01), mesh=HALF, axis="data", stage=1)
+    step = fs.train_step(loss_fn, opt, mesh=HALF, batch=P("data"), reproducible=True)
+    step = fs.audit(step, stage=3)
+    with pytest.raises(AuditError, match=r"recorded: data=4, .* replayed: data=2, "):
+        fs.replay(audited_folder, step, params, step.init(params), batch_of())
 
 
 def test_replay_without_a_folder_names_it(tmp_path):
@@ -569,6 +630,88 @@ def test_command_without_a_program_asks_for_it(tmp_path, monkeypatch, capsys):
     assert "FILE:FUNCTION" in capsys.readouterr().err
     assert main(["replay", "audits/step-3"]) == 2
     assert "has no audit.json" in capsys.readouterr().err
+
+
+def test_replay_with_wrong_arguments_names_them(audited_folder):
+    step, params, state, batch = make()
+    with pytest.raises(ValueError, match=r"step, params, state, batch\); got 4, not 5"):
+        fs.replay(audited_folder, step, params, state)
+    with pytest.raises(ValueError, match=r"step, params, state, batch\); got 6, not 5"):
+        fs.replay(audited_folder, step, params, state, {}, batch)
+    for wrong in (step.step, params, None, make):
+        with pytest.raises(ValueError, match=r"step must be a step of fs\.audit; got"):
+            fs.replay(audited_folder, wrong, params, state, batch)
+    for wrong in (batch, None, 3):
+        with pytest.raises((ValueError, FshardError), match="params"):
+            fs.replay(audited_folder, step, wrong, state, batch)
+
+
+BROKEN = {
+    "no function": ("", "has no function make"),
+    "syntax": ("def make(:\n", "SyntaxError"),
+    "import": ("import not_there\n", "ModuleNotFoundError: No module named 'not_there'"),
+    "exception": ("def make():\n    raise KeyError('w\\nv')\n", "KeyError: "),
+    "exit": ("raise SystemExit(1)\n", "SystemExit: 1"),
+    "result": ("def make():\n    return 3\n", "(step, params, state, batch)"),
+    "short": ("def make():\n    return ()\n", "(step, params, state, batch)"),
+    "in the step": (
+        "from tests.auditing.test_audit import make as right\n"
+        "def make():\n"
+        "    step, params, state, (x, y) = right()\n"
+        "    return step, params, state, (x[:3, :2], y)\n",
+        "batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_command_of_a_broken_program_names_it_in_a_line(name, audited_folder, tmp_path, capsys):
+    """Status 1 is only for layouts that differ again."""
+    text, expected = BROKEN[name]
+    program = tmp_path / "broken.py"
+    program.write_text(text)
+    assert main(["replay", str(audited_folder), f"{program}:make"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fshard replay: {program}:make failed: ")
+    assert expected in line
+
+
+@pytest.mark.parametrize("on_difference", ["raise", "warn"])
+def test_exception_in_the_audit_says_so_and_leaves_the_results(on_difference, tmp_path):
+    """The oracle of the results is the step alone, which donates its arguments too."""
+    from fshard.mesh.spmd.scope import here
+
+    def loss(params, batch):
+        scope = here()
+        assert scope is not None
+        if scope.mesh.size == 2:
+            torch.rand(1)
+            raise torch.OutOfMemoryError("no memory")
+        return loss_fn(params, batch)
+
+    torch.manual_seed(0)
+    alone, params = step_of(1, loss=loss, donate=True)
+    expected = alone(params, alone.init(params), batch_of())
+    drawn = torch.get_rng_state()
+
+    torch.manual_seed(0)
+    alone, params = step_of(1, loss=loss, donate=True)
+    step = fs.audit(alone, every=1, mesh=HALF, folder=tmp_path, on_difference=on_difference)
+    state = step.init(params)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory") as error:
+        step(params, state, batch_of())
+    notes = " ".join(error.value.__notes__)
+    assert "the audit of step 1, data=4, ZeRO 1 against data=2, ZeRO 1," in notes
+    assert "The step itself had succeeded" in notes
+    for x, y in zip(flatten(step.results)[0], flatten(expected)[0], strict=True):
+        assert torch.equal(fs.unshard(x), fs.unshard(y))
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+    params, state, _ = step.results
+    step.every = 2
+    step.calls = 2
+    step(params, state, batch_of())
+    assert step.results is None
 
 
 def test_difference_may_warn_and_go_on(tmp_path):
@@ -651,6 +794,35 @@ def test_digest_names_the_leaf_and_the_device_of_a_replica(tmp_path):
     assert text.startswith("step 2: replicas must be equal on all devices")
     assert "parameter c has other values on device 2 (data=2)" in text
     assert "parameter a" not in text
+
+
+@pytest.mark.parametrize("shape", [{"data": 2}, {"data": 2, "model": 2}])
+def test_digest_of_two_holders_names_both(shape, tmp_path):
+    """Neither of two is wrong more than the other."""
+    mesh = fs.make_mesh(shape)
+    params = fs.shard_params(full_params(), P("model") if "model" in shape else P(), mesh=mesh)
+    local = {"local": "model"} if "model" in shape else {}
+    step = fs.train_step(zero_loss, fs.optim.sgd(0.0), mesh=mesh, batch=P("data"), **local)
+    step = fs.audit(step, every=100, digest=True, folder=tmp_path)
+    x = params["c"]
+    shards = [shard.clone() for shard in x.shards]
+    shards[0][0, 1] += 1
+    params = params | {"c": fs.Sharded(x.shape, x.layout, tuple(shards))}
+    with pytest.raises(AuditError) as error:
+        step(params, step.init(params), batch_of())
+    second = "device 2 (data=1, model=0)" if local else "device 1 (data=1)"
+    first = "device 0 (data=0, model=0)" if local else "device 0 (data=0)"
+    text = f"parameter c differs between {first} and {second}, after the step"
+    assert text in str(error.value)
+    assert "most" not in str(error.value)
+
+
+def zero_loss(params, batch):
+    """A loss of 0 on all devices, of whole parameters or of shards."""
+    total = batch[0].mean()
+    for x in params.values():
+        total = total + x.mean()
+    return total * 0.0
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -400,7 +400,18 @@ def test_kill_with_wrong_arguments_raises():
     for arguments, at, text in [
         ((0,), "forwards", "at must be a phase"),
         ((0,), ("forward", -1), "n of at least 0"),
-        ((), "forward", "devices must be"),
+        ((0,), ("forward", True), "integer n of at least 0"),
+        ((0,), ("forward", 1.0), "integer n of at least 0"),
+        ((0,), ("forward",), r"\(phase, n\), .*; got \('forward',\)"),
+        ((0,), ("forward", 0, 1), r"\(phase, n\), .*; got \('forward', 0, 1\)"),
+        ((0,), ["forward", 0], r"\(phase, n\), .*; got \['forward', 0\]"),
+        ((0,), None, "at must be a phase"),
+        ((), "forward", "devices must be integers >= 0, .*; got none"),
+        (([0, 1],), "forward", r"integers >= 0, .*; got \[0, 1\]. Write each as an argument"),
+        (("0",), "forward", "integers >= 0, .*; got '0'"),
+        ((0, -1), "forward", "integers >= 0, .*; got 0, -1"),
+        ((True,), "forward", "integers >= 0, .*; got True"),
+        ((1.0,), "forward", "integers >= 0, .*; got 1.0"),
     ]:
         with pytest.raises(ValueError, match=text), fs.testing.kill(*arguments, at=at):
             pass
@@ -422,6 +433,60 @@ def test_kill_in_the_function_of_a_run_raises():
 
     with pytest.raises(ScopeError, match=r"must be around fs\.run"):
         fs.run(main, mesh=fs.make_mesh({"data": 2}))
+
+
+def test_moments_in_the_function_of_a_run_raise():
+    def main():
+        with fs.testing.moments():
+            fs.psum(torch.ones(1), "data")
+
+    with pytest.raises(ScopeError, match=r"moments: the block must be around fs\.run"):
+        fs.run(main, mesh=fs.make_mesh({"data": 2}))
+
+
+def test_kill_is_entered_once():
+    kill = fs.testing.kill(1, at="collective")
+    mesh = fs.make_mesh({"data": 2})
+    with kill, contextlib.suppress(LostProcessError):
+        fs.run(total, mesh=mesh)
+    with pytest.raises(RuntimeError, match="must be entered once"), kill:
+        pass
+    assert fs.run(total, mesh=mesh) == [2.0, 2.0]
+
+
+def test_kill_as_a_decorator_is_of_each_call():
+    @fs.testing.kill(1, at="collective")
+    def run_total():
+        with pytest.raises(LostProcessError):
+            fs.run(total, mesh=fs.make_mesh({"data": 2}))
+
+    run_total()
+    run_total()
+
+
+def total():
+    return fs.psum(torch.ones(1), "data").item()
+
+
+@pytest.mark.parametrize("is_outer", [True, False])
+def test_nested_kill_before_whose_moment_another_died_hides_no_loss(is_outer):
+    late = fs.testing.kill(2, at=("collective", 5))
+    early = fs.testing.kill(1, at="collective")
+    first, second = (late, early) if is_outer else (early, late)
+    with pytest.raises(LostProcessError) as error, first, second:
+        fs.run(total, mesh=fs.make_mesh({"data": 3}))
+    assert error.value.lost == (1,)
+
+    late = fs.testing.kill(2, at=("collective", 5))
+    early = fs.testing.kill(1, at="collective")
+    first, second = (late, early) if is_outer else (early, late)
+    with (
+        pytest.raises(AssertionError, match=r"Devices \[1\] died before"),
+        first,
+        second,
+        contextlib.suppress(LostProcessError),
+    ):
+        fs.run(total, mesh=fs.make_mesh({"data": 3}))
 
 
 def test_plan_on_shapes_reaches_no_moment():

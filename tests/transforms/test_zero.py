@@ -4,6 +4,7 @@ The oracles are one device at stage 0, torch, and the theory of bytes: all-gathe
 reduce-scatters of n devices send (n-1)/n of the parameters each.
 """
 
+import re
 from fractions import Fraction
 
 import pytest
@@ -69,6 +70,50 @@ def test_reproducible_bits_are_equal_on_all_meshes_and_stages(name):
         losses, params = train(fs.make_mesh({"data": n}), stage, **options, **more)
         assert losses == expected_losses
         assert all(map(torch.equal, params, expected))
+
+
+def sliced_step(devices, slices, accumulate=1):
+    """Return the parameter after a step with so many slices."""
+    generator = torch.Generator().manual_seed(0)
+    w, x = torch.randn(5, generator=generator), torch.randn(48, 5, generator=generator)
+    mesh = fs.make_mesh({"data": devices})
+    params = fs.shard_params({"w": w}, fs.fsdp("data"), mesh=mesh)
+    opt = fs.partition_optimizer(fs.optim.sgd(0.5), mesh=mesh, axis="data", stage=3)
+    options = {"reproducible": True, "slices": slices, "accumulate": accumulate}
+
+    def loss(params, x):
+        return (x @ params["w"]).tanh().square().mean()
+
+    step = fs.train_step(loss, opt, mesh=mesh, batch=P("data"), **options)
+    params, _, _ = step(params, opt.init(params), x)
+    return fs.unshard(params["w"])
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 6, 8, 12])
+def test_slices_24_have_equal_bits_on_three_devices_times_a_power_of_two_or_raise(devices):
+    expected = sliced_step(1, 24)
+    if devices == 1 or devices % 3 == 0:
+        assert torch.equal(sliced_step(devices, 24), expected)
+        return
+    with pytest.raises(ValueError, match="three devices and two have no number in common") as e:
+        sliced_step(devices, 24)
+    number = re.search(r"such as (\d+) in all", str(e.value))
+    assert number is not None
+    sliced_step(devices, int(number[1]))
+
+
+@pytest.mark.parametrize("devices", [3, 5, 6])
+def test_error_of_8_slices_names_a_number_that_the_mesh_accepts(devices):
+    with pytest.raises(ValueError, match="do not share evenly") as e:
+        sliced_step(devices, 8)
+    number = re.search(r"such as (\d+) in all", str(e.value))
+    assert number is not None
+    sliced_step(devices, int(number[1]))
+
+
+def test_accumulation_must_divide_the_slices_of_a_device():
+    with pytest.raises(ValueError, match="accumulate must divide 4, the slices of a device"):
+        sliced_step(2, 8, accumulate=3)
 
 
 def step_with_threads(count):
