@@ -26,8 +26,9 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -109,9 +110,9 @@ class Found(NamedTuple):
 
 
 def trained(
-    run: Any, stage: int, model: Model, data: list[Batch], spacing: int
+    run: Any, stage: int, model: Model, data: list[Batch], spacing: int, numbers: Iterator[int]
 ) -> Callable[[], None]:
-    """Return a function that makes a few steps, of which some are saved."""
+    """Return a function that makes a few steps, of which some are saved under the next numbers."""
     mesh = run.mesh
     params = fs.shard_params(model.init(SEED), fs.fsdp("data") if stage == 3 else P(), mesh=mesh)
     opt = fs.partition_optimizer(fs.optim.adamw(RATE), mesh=mesh, axis="data", stage=stage)
@@ -126,7 +127,7 @@ def trained(
             kept["params"], kept["state"], _ = step(kept["params"], kept["state"], batch)
             kept["steps"] += 1
             if spacing and kept["steps"] % spacing == 0:
-                run.save(kept["steps"], kept)
+                run.save(next(numbers), kept)
 
     return steps
 
@@ -138,9 +139,10 @@ def copies_process(workload: str, stage: int, rounds: int, path: Path) -> None:
     def compare(run: Any) -> None:
         model = MODELS[workload]
         data = [model.batch(index, dist.get_rank()) for index in range(BATCHES)]
-        calls = {
-            name: trained(run, stage, model, data, spacing) for name, spacing in SPACINGS.items()
-        }
+        numbers = count(1)
+        calls: dict[str, Callable[[], None]] = {}
+        for name, spacing in SPACINGS.items():
+            calls[name] = trained(run, stage, model, data, spacing, numbers)
         times = slowest(
             interleaved(calls, rounds, warm_up=WARM_UP, between=gc.collect, ready=dist.barrier)
         )
