@@ -45,12 +45,19 @@ def test_a_killed_process_changes_no_bit(name, victim, tmp_path):
         run.close()
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("name", "kills"),
+    [
+        ("zero 3", 3),
+        pytest.param("zero 3", 100, marks=pytest.mark.thorough),
+        pytest.param("state on the host", 100, marks=pytest.mark.thorough),
+    ],
+)
 @pytest.mark.timeout(3000)
-def test_processes_that_are_killed_and_replaced_change_no_bit(kills, tmp_path):
+def test_processes_that_are_killed_and_replaced_change_no_bit(name, kills, tmp_path):
     """At random times; each is replaced by a new one, so meshes are of 4, then 2, then 4 devices."""
     draw = random.Random(kills)
-    run = start(tmp_path, "zero 3", 20_000, seconds=0.002)
+    run = start(tmp_path, name, 20_000, seconds=0.002)
     living = [0, 1, 2, 3]
     after = 0.0
     try:
@@ -67,7 +74,7 @@ def test_processes_that_are_killed_and_replaced_change_no_bit(kills, tmp_path):
         wait_for_devices(run, 4, living, after)
         run.stop_file.touch()
         wait_for_end(run, living)
-        check_bits(run, "zero 3", len(results_of(run)[0]["losses"]), count=4)
+        check_bits(run, name, len(results_of(run)[0]["losses"]), count=4)
     finally:
         run.close()
 
