@@ -102,7 +102,7 @@ def make_mesh(devices: Any) -> fs.Mesh:
 
 
 class Found(NamedTuple):
-    """What was measured of one variant: seconds of each round, and bytes that a device sends in a step."""
+    """The measurements of one variant: seconds of each round, and bytes that a device sends in a step."""
 
     times: list[float]
     sent: float

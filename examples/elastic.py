@@ -42,7 +42,7 @@ def make_mesh(devices):
 
 
 def train(run, options):
-    """Train from the last version of a run to the last step; called anew after each change."""
+    """Train from the last version of a run to the last step; called again after each change."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)

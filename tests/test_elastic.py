@@ -207,7 +207,7 @@ def start_agents(job, port, count):
 
 
 def free_port():
-    """Return the number of a port that nobody listens at."""
+    """Return the number of a port at which no program listens."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""`audit`: a training step that repeats itself in another layout, every so many steps."""
+"""`audit`: a training step that repeats itself in another layout, every few steps."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def digest_of(x: Any) -> int:
 
 
 class Fault(NamedTuple):
-    """Where a run first differed from its repetition.
+    """The entry at which a run first differed from its repetition.
 
     Args:
         device: its number in the world.

@@ -98,7 +98,7 @@ class Checkpoints:
         self._error: BaseException | None = None
         self._staging: dict[int, torch.Tensor] = {}
 
-    def anew(self) -> Checkpoints:
+    def reopened(self) -> Checkpoints:
         """Return another one of the same folder and options, which waits for no save of this one."""
         return Checkpoints(
             self.path,

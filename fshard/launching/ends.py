@@ -1,4 +1,4 @@
-"""How processes ended, and whether a run that has lost some of them is a success."""
+"""The ends of processes, and the outcome of a run that has lost some of them."""
 
 from __future__ import annotations
 

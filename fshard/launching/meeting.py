@@ -1,4 +1,4 @@
-"""How processes find each other: a store, and the variables that have its address."""
+"""Let processes find each other: a store, and the variables that have its address."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 An elastic run is a checkpoint in the memory of its devices. In the order in which to read:
 
-    elastic       calls the function anew in each generation; `ElasticRun` is its checkpoint
+    elastic       calls the function again in each generation; `ElasticRun` is its checkpoint
     copies        versions of a tree: each device's share, and those of its neighbours
     survey        after a loss: which version has all its shares, and where they are
     source        shares in memory, read into any layout; `exchange`: bytes on request

@@ -189,7 +189,7 @@ class Copies:
         self._copies = count
         self._memory: Memory = memory
         self._generation = 0
-        self._began_anew = True
+        self._began_empty = True
         self._mesh: Mesh | None = None
         self._names: Sequence[int] = ()
 
@@ -205,7 +205,7 @@ class Copies:
             key: of the version that it begins with.
         """
         self._generation = generation
-        self._began_anew = key is None
+        self._began_empty = key is None
         self._mesh = mesh
         self._names = names
         for shelf in self.shelves.values():
@@ -322,7 +322,7 @@ class Copies:
             shelf.saved += 1
             key = VersionKey(self._generation, shelf.saved)
             row = memory[device]
-            is_first = self._began_anew and shelf.saved == 1
+            is_first = self._began_empty and shelf.saved == 1
             version = Version(key, step, text, len(sizes), {}, row, is_first)
             shelf.versions.insert(0, version)
             if listeners:

@@ -1,4 +1,4 @@
-"""Who takes part in an elastic run: virtual devices, or processes.
+"""The devices that take part in an elastic run: virtual ones, or processes.
 
 Devices have names in the run, numbers that they keep: 0, 1, 2, ... at the start, and the next ones
 for devices that come later. A *crew* is those of one generation.

@@ -65,7 +65,7 @@ class ElasticGeneration(NamedTuple):
     Args:
         devices: the names of the devices that the function ran on.
         lost: names of devices that were lost before.
-        step: of the version that it began with; None: it began anew.
+        step: of the version that it began with; None: it began from the start.
         source: of that version: "memory", "checkpoint", or "" without one.
         seconds: from the loss to the call of the function.
     """
@@ -119,7 +119,7 @@ class ElasticRun:
 
     @property
     def latest(self) -> int | None:
-        """The step of the last version, to go on from; None if the run begins anew."""
+        """The step of the last version, to go on from; None if the run begins from the start."""
         if self._copies.last_step is not None:
             return self._copies.last_step
         if self._found is not None:
@@ -128,7 +128,7 @@ class ElasticRun:
 
     @property
     def origin(self) -> str:
-        """Where the last version is: "memory", "checkpoint", or "" without one."""
+        """The place of the last version: "memory", "checkpoint", or "" without one."""
         if self._copies.last_step is not None or self._found is not None:
             return "memory"
         return "" if self.latest is None else "checkpoint"
@@ -187,7 +187,7 @@ class ElasticRun:
         """Keep a tree, as the end of a step: the run continues from here when devices are lost.
 
         All devices of the mesh call it. With `folder`, that saves the tree too, as often as it
-        does. Devices that have come take part from here on: then the function is called anew.
+        does. Devices that have come take part from here on: then the function is called again.
 
         Args:
             step: the number of the step.
@@ -202,7 +202,7 @@ class ElasticRun:
             raise CheckpointError(
                 f"run.save: the function must restore before it saves, since run.latest is "
                 f"{self.latest}; got no call of run.restore or booster.load. Else it would begin "
-                "anew after each loss."
+                "from the start after each loss."
             )
 
         device = self._device()
@@ -232,7 +232,7 @@ class ElasticRun:
         """Return the folder of the calling device, or of all if the caller runs them."""
         device = self._device()
         if device not in self._folders:
-            self._folders[device] = folder.anew()
+            self._folders[device] = folder.reopened()
         return self._folders[device]
 
     def _device(self) -> int:
@@ -339,7 +339,7 @@ class Elastic(Generic[Result]):
                 generation = ElasticGeneration(run.names, lost, run.latest, run.origin, seconds)
                 self.generations.append(generation)
                 if run.latest is None:
-                    begin()  # one that begins anew draws the same numbers again
+                    begin()  # one that begins from the start draws the same numbers again
                 if not run.mesh.is_member:
                     if not crew.wait():
                         return None
@@ -391,7 +391,7 @@ class Elastic(Generic[Result]):
     def _find(
         self, crew: Crew, copies: Copies, mesh: Mesh, last_run: ElasticRun | None
     ) -> Found | None:
-        """Find the version to go on from; None: that of the folder, or the run begins anew."""
+        """Find the version to go on from; None: that of the folder, or the run begins from the start."""
         found: Found | None = None
         try:
             found = crew.find(copies, mesh)
@@ -431,7 +431,7 @@ def elastic(
     """Decorate a function that trains: it continues, in the same processes, when some are lost.
 
     The function is a loop that continues from a checkpoint, `train(run)`: `run.latest`,
-    `run.restore` and `run.save` are those of an `fs.Checkpoints`. After a loss it is called anew,
+    `run.restore` and `run.save` are those of an `fs.Checkpoints`. After a loss it is called again,
     on the mesh that `make_mesh` makes of the devices that are left, and continues from the last
     `run.save`. A torch-style loop calls `fs.run(main, run, mesh=run.mesh)` in it, and in `main`
     `booster.load(run, ...)` and `booster.save(run, ...)`.

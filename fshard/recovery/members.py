@@ -72,7 +72,6 @@ class Members:
         run_folder: the records of the run.
         number: of this process.
         generation: it, and the processes in it.
-        before: the numbers of the processes of the generation before, () at first.
         device_type: of its world.
         local_rank: the number of this process on its machine.
         limit: the time to wait for a process that is alive.
@@ -83,14 +82,12 @@ class Members:
         run_folder: RunFolder,
         number: int,
         generation: Generation,
-        before: tuple[int, ...],
         device_type: str,
         local_rank: int,
         limit: timedelta,
     ) -> None:
         self.number = number
         self.numbers = generation.numbers
-        self.before = before
         self.generation = generation.index
         self._folder = run_folder
         self._processes = generation
@@ -331,7 +328,6 @@ class Members:
             self._folder,
             self.number,
             generation,
-            self.numbers,
             self._device_type,
             self._local_rank,
             self._limit,
@@ -512,9 +508,7 @@ def _begin_run(
             run_folder.close()
         raise MeshError(error)
 
-    members = Members(
-        run_folder, world.rank, generation, (), world.device_type, _local_rank(), limit
-    )
+    members = Members(run_folder, world.rank, generation, world.device_type, _local_rank(), limit)
     process.watch_losses(members.find_loss)
     return members
 
@@ -590,7 +584,7 @@ def _join_run(run_folder: RunFolder, device_type: str, limit: timedelta) -> Memb
             following = run_folder.generation(newest.index + 1)
             if following is not None and token in following.tokens.values():
                 run_folder.withdraw(token)
-                return _taken_up(run_folder, newest, following, token, device_type, limit)
+                return _taken_up(run_folder, following, token, device_type, limit)
             if following is not None:
                 newest = following
                 continue
@@ -610,7 +604,6 @@ def _join_run(run_folder: RunFolder, device_type: str, limit: timedelta) -> Memb
 
 def _taken_up(
     run_folder: RunFolder,
-    before: Generation,
     generation: Generation,
     token: str,
     device_type: str,
@@ -618,9 +611,7 @@ def _taken_up(
 ) -> Members:
     """Return the generation that has taken this process up, once its world is formed."""
     number = next(key for key, value in generation.tokens.items() if value == token)
-    members = Members(
-        run_folder, number, generation, before.numbers, device_type, _local_rank(), limit
-    )
+    members = Members(run_folder, number, generation, device_type, _local_rank(), limit)
     return members.formed()
 
 

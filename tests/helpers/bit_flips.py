@@ -37,7 +37,7 @@ class Flip:
         moment: one of MOMENTS.
         device: the number of the device.
         leaf: of the parameters, for all moments but activations.
-        sizes: the elements of each leaf, different ones, by which messages are told apart.
+        sizes: the elements of each leaf, different ones, by which messages differ visibly.
         position, bit: of the element.
         skipped: the number of opportunities before.
 

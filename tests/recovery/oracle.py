@@ -1,4 +1,4 @@
-"""What a program ends with if nothing is lost: on one mesh, or moved to another by a checkpoint."""
+"""Run a program of which nothing is lost: on one mesh, or moved to another by a checkpoint."""
 
 import torch
 

@@ -2,7 +2,7 @@
 
 A process appends a line to its log whenever something has changed for it:
 
-    {"number": 2, "numbers": [0, 2, 3], "before": [0, 1, 2, 3], "sum": 13, "at": 1234.5, ...}
+    {"number": 2, "numbers": [0, 2, 3], "sum": 13, "at": 1234.5, ...}
 """
 
 import json
@@ -205,7 +205,6 @@ def sum_until_change(members, run, write, end, work):
             write(
                 number=members.number,
                 numbers=members.numbers,
-                before=members.before,
                 generation=members.generation,
                 rank=fs.mesh.process_index(),
                 count=fs.mesh.process_count(),

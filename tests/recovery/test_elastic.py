@@ -324,7 +324,7 @@ def test_save_needs_a_number_of_a_step():
 
 
 def test_a_function_that_does_not_restore_is_an_error():
-    """It would begin anew after each loss, with random generators of its end."""
+    """It would begin from the start after each loss, with random generators of its end."""
 
     def program(run):
         for step in range(1, 4):
@@ -334,7 +334,7 @@ def test_a_function_that_does_not_restore_is_an_error():
         run_elastic(of_count, program)
 
 
-def test_an_error_names_the_shares_that_nobody_has():
+def test_an_error_names_the_shares_that_no_device_has():
     """Two neighbours of four are lost. Device 3 has not yet overwritten the version before."""
     last = VersionKey(0, 2)
     before = VersionKey(0, 1)
@@ -502,7 +502,7 @@ def test_a_step_that_was_saved_before_is_an_error(count):
 
 @pytest.mark.parametrize("on_devices", [False, True])
 def test_a_function_that_handles_a_loss_itself_is_called_again(on_devices):
-    """Else it would return in the middle, and nobody would know."""
+    """Else it would return in the middle, and no error would show it."""
 
     def steps_of(run):
         kept = {"x": fs.device_put(torch.zeros(12), fs.Layout(run.mesh, fs.P("data"))), "steps": 0}

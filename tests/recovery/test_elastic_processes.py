@@ -79,6 +79,43 @@ def test_processes_that_are_killed_and_replaced_change_no_bit(name, kills, tmp_p
         run.close()
 
 
+@pytest.mark.parametrize("kills", [1, pytest.param(100, marks=pytest.mark.thorough)])
+@pytest.mark.timeout(3000)
+def test_state_on_disk_survives_kills_at_random_times(kills, tmp_path, monkeypatch):
+    """Two of four processes train. Any of the four is killed, and replaced by a new one."""
+    monkeypatch.setenv("FSHARD_DISK", str(tmp_path))  # of the oracle
+    draw = random.Random(kills)
+    name = "state on disk of two"
+    run = start(tmp_path, name, 20_000, seconds=0.002, environment={"FSHARD_DISK": str(tmp_path)})
+    living = [0, 1, 2, 3]
+    try:
+        for _ in range(kills):
+            wait_for_two(run, living, after=time.time())
+            time.sleep(draw.random() * 0.2)
+            victim = draw.choice(living)
+            run.kill(victim)
+            living.remove(victim)
+            living.append(len(run.processes))
+            run.start(1, run.main)
+        wait_for_two(run, living, after=time.time())
+        run.stop_file.touch()
+        wait_for_end(run, living)
+        check_bits(run, name, len(results_of(run)[0]["losses"]), count=2, devices=2)
+    finally:
+        run.close()
+
+
+def wait_for_two(run, processes, after):
+    """Wait until two of some processes have made a step since a time."""
+
+    def have_made():
+        run.check_errors(processes)
+        rows = [run.last(process) for process in processes]
+        return sum("step" in row and row["at"] > after for row in rows) == 2
+
+    wait_until(have_made, 60)
+
+
 @pytest.mark.parametrize("memory", ["host", "disk"])
 @pytest.mark.parametrize("direct", ["0", "1"])
 def test_state_on_the_host_or_on_disk_survives(memory, direct, tmp_path, monkeypatch):
@@ -169,7 +206,7 @@ def wait_in_vain(run, write):
 
 
 def test_processes_that_wait_in_vain_raise(tmp_path):
-    """Nobody is lost: to begin anew would wait for ever."""
+    """No process is lost: to begin again would wait for ever."""
     run = Run(tmp_path, has_folder=False, timeout=2.0)
     try:
         run.start(2, wait_in_vain)

@@ -1,6 +1,6 @@
 """Processes that are killed change no bit under the rules of NCCL, on a device that is not the host.
 
-There nothing is told of a death: what waits for a dead process never completes. The oracle is the
+There nothing reports a death: what waits for a dead process never completes. The oracle is the
 same program on virtual devices of the host, of which none is lost.
 """
 
@@ -47,7 +47,7 @@ MOMENTS = {
 
 
 def kill_at(moment, calls):
-    """Let this process be killed at a moment, after so many calls since its third step."""
+    """Let this process be killed at a moment, after some calls since its third step."""
     owner, name, side = MOMENTS[moment]
     original = getattr(owner, name)
     left = [calls]

@@ -234,6 +234,11 @@ def of_count(devices):
     return fs.make_mesh({"data": len(devices)}, devices=devices)
 
 
+def of_two(devices):
+    """Two devices train, and the others are spares: so sums round alike after a loss."""
+    return of_count(devices) if len(devices) == 2 else None
+
+
 def of_pairs(axis):
     def make_mesh(devices):
         axes = {axis: 2, "data": -1}
@@ -266,6 +271,9 @@ PROGRAMS = {
     "draws": (of_count, draws),
 }
 """The function that makes the mesh, and the program. Its bits are those of any such mesh."""
+
+PROGRAMS_OF_TWO = {"state on disk of two": (of_two, on_disk)}
+"""Programs whose mesh has two devices before and after a loss."""
 
 PROGRAMS_OF_A_MESH = {
     "three devices": (of_count, zero),

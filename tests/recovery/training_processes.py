@@ -14,9 +14,9 @@ from tests.helpers.ended import wait_until
 from tests.recovery import trained
 from tests.recovery.oracle import undisturbed
 from tests.recovery.programs import Run
-from tests.recovery.trained import PROGRAMS, PROGRAMS_OF_A_MESH
+from tests.recovery.trained import PROGRAMS, PROGRAMS_OF_A_MESH, PROGRAMS_OF_TWO
 
-PROGRAMS_HERE = {**PROGRAMS, **PROGRAMS_OF_A_MESH}
+PROGRAMS_HERE = {**PROGRAMS, **PROGRAMS_OF_A_MESH, **PROGRAMS_OF_TWO}
 
 
 def train(name, steps, seconds, options, run, write):
@@ -87,14 +87,14 @@ def wait_for_end(run, processes):
     wait_until(have_ended, 60)
 
 
-def check_bits(run, name, steps, count):
-    """Compare what processes have ended with to a run of which nothing was lost."""
+def check_bits(run, name, steps, count, devices=4):
+    """Compare what processes have ended with to a run of some devices of which nothing was lost."""
     results = results_of(run)
     assert len(results) == count
     before = trained.STEPS
     trained.STEPS = steps
     try:
-        expected = undisturbed(*PROGRAMS[name])
+        expected = undisturbed(*PROGRAMS_HERE[name], count=devices)
     finally:
         trained.STEPS = before
     for result in results:

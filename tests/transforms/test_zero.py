@@ -73,7 +73,7 @@ def test_reproducible_bits_are_equal_on_all_meshes_and_stages(name):
 
 
 def sliced_step(devices, slices, accumulate=1):
-    """Return the parameter after a step with so many slices."""
+    """Return the parameter after a step with a number of slices."""
     generator = torch.Generator().manual_seed(0)
     w, x = torch.randn(5, generator=generator), torch.randn(48, 5, generator=generator)
     mesh = fs.make_mesh({"data": devices})

@@ -173,7 +173,7 @@ class ProcessWorld:
         if mesh.world != _state.joined:
             raise MeshError(
                 f"{mesh} was made before processes were lost or joined, and its arrays are on "
-                "others. Make meshes and arrays anew, in the function of fs.elastic."
+                "others. Make meshes and arrays again, in the function of fs.elastic."
             )
         if world is not None and world._works.error is not None:
             world._works.raise_error()

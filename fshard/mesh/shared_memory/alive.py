@@ -1,4 +1,4 @@
-"""Whether a process of this machine is alive: by its number and its start, which /proc shows.
+"""Look whether a process of this machine is alive, by its number and its start, which /proc shows.
 
 /proc/PID/stat    1234 (python) S 1 ... 4194560 ... 567890 ...
                    pid  name    state   flags        start, in ticks since the machine's

@@ -48,7 +48,7 @@ raise `Killed`.
 dead: dict[int, str] = {}
 """The virtual devices that were killed, by their numbers in the world, and the moments of death.
 
-A run on a mesh that has one raises. Who numbers the survivors anew empties it.
+A run on a mesh that has one raises. Who numbers the survivors again empties it.
 """
 
 deaths: list[int] = []

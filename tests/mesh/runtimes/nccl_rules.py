@@ -21,7 +21,7 @@ a thread of rank 0, which plays the devices of all: see nccl_hub.py. The rules:
     beside gloo With `fake_device`, and its BACKEND in place of "nccl_rules", only tensors of `fakegpu` are those of GPUs.
                 Groups with both backends pass tensors of the host to real gloo; groups for messages refuse them.
     worlds      Each default group has a hub of its own, in its rank 0: processes may leave a world and form another.
-    deaths      A process that is killed is reported to those that wait for it; with NCCL_RULES_DEATHS=unseen to nobody, as
+    deaths      A process that is killed is reported to those that wait for it; with NCCL_RULES_DEATHS=unseen to none, as
                 with NCCL on one machine. What waits for it never completes, that of rank 0 included. `abort` ends it: then
                 the device goes on, with NaN for results.
     deadlocks   are reported to all ranks: the cycle, or all open operations after NCCL_RULES_STALL seconds of silence.

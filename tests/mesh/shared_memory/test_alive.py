@@ -1,4 +1,4 @@
-"""A process is alive until it has ended, whoever waits for it; the oracle is what the test does to it."""
+"""A process is alive until it has ended, also if no process waits for it; the oracle is what the test does to it."""
 
 import os
 import signal
