@@ -326,7 +326,7 @@ class Elastic(Generic[Result]):
         if crew is None:
             return None  # the run has ended before this process was taken up
         copies = Copies(self._copies, self._memory)
-        begin = RandomState().now()
+        reset_random = RandomState().now()
         run: ElasticRun | None = None
         unsettled: ElasticRun | None = None  # before a loss: it may still save in the background
         lost: tuple[int, ...] = ()
@@ -339,7 +339,8 @@ class Elastic(Generic[Result]):
                 generation = ElasticGeneration(run.names, lost, run.latest, run.origin, seconds)
                 self.generations.append(generation)
                 if run.latest is None:
-                    begin()  # one that begins from the start draws the same numbers again
+                    # Its first generation may have drawn: from the start it must draw the same.
+                    reset_random()
                 if not run.mesh.is_member:
                     if not crew.wait():
                         return None
