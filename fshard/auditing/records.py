@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.layout import PyTree, path_text
-from fshard.mesh.layout.counting import HeardMessage, counting, counting_by
+from fshard.mesh.layout.counting import RecordedMessage, RecordedPhase, counting, counting_by
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
 from fshard.mesh.spmd.global_inputs import digest
 from fshard.optim.leaves import Leaves
-from fshard.transforms.fsdp.recording import Phase
 
 Direction = Literal["computed", "sent", "received"]
 
@@ -82,7 +81,7 @@ class DeviceRecord:
         """Begin a slice: entries after this one are of it."""
         self._slice = number
 
-    def record(self, phase: Phase, leaf: str, x: Any) -> None:
+    def record(self, phase: RecordedPhase, leaf: str, x: Any) -> None:
         """Record what the device has computed, or the result of a collective by its parameter."""
         direction: Direction = "received" if phase in _RECEIVED else "computed"
         self.add(RecordEntry(direction, phase, path_text(leaf), self._slice), x)
@@ -119,7 +118,7 @@ class DeviceRecord:
 
 
 class StepRecord:
-    """One step on all devices of the caller: a recorder, and a listener to what they send.
+    """Records one step on all devices of the caller.
 
     Args:
         substitute: from the reduced gradients to those that the update takes; None: the same.
@@ -131,7 +130,7 @@ class StepRecord:
         self.devices: dict[int, DeviceRecord] = {}
         self.grads: PyTree = None
         self._substitute = substitute
-        self._parcels: Counter[tuple[int, str, int, bool]] = Counter()
+        self._messages: Counter[tuple[int, str, int, bool]] = Counter()
         self._is_update = False
 
     def on_device(self, number: int) -> DeviceRecord:
@@ -144,29 +143,25 @@ class StepRecord:
         self._is_update = True
         if self._substitute is None:
             return grads
-        with listened_to_by(None):  # what it moves is none of the step
+        with recorded_by(None):  # what it moves is none of the step
             return self._substitute(grads)
 
-    def begin(self, device: int, subject: str, group: int, *, receives: bool) -> HeardMessage:
+    def begin(self, device: int, subject: str, group: int, *, receives: bool) -> RecordedMessage:
         """Count a message that a device receives, or else sends."""
         if self._is_update:
             subject = f"{subject} in the update"
         key = (device, subject, group, receives)
-        number = self._parcels[key]
-        self._parcels[key] += 1
-        return HeardMessage(device, subject, group, number)
+        number = self._messages[key]
+        self._messages[key] += 1
+        return RecordedMessage(device, subject, group, number)
 
-    def sent(self, parcel: HeardMessage, xs: Sequence[Tensor]) -> None:
+    def sent(self, message: RecordedMessage, xs: Sequence[Tensor]) -> None:
         """Record the tensors that a device gives to a collective, or sends."""
-        self.on_device(parcel.device).digests[_entry_of("sent", parcel)] = digest_of(xs)
+        self.on_device(message.device).digests[_entry_of("sent", message)] = digest_of(xs)
 
-    def received(self, parcel: HeardMessage, xs: Sequence[Tensor]) -> None:
+    def received(self, message: RecordedMessage, xs: Sequence[Tensor]) -> None:
         """Record the results of a collective on a device, or a message that it gets."""
-        self.on_device(parcel.device).digests[_entry_of("received", parcel)] = digest_of(xs)
-
-    def listening(self) -> AbstractContextManager[None]:
-        """Record the messages of the block."""
-        return listened_to_by(self)
+        self.on_device(message.device).digests[_entry_of("received", message)] = digest_of(xs)
 
     def add_results(self, phase: str, tree: PyTree, numbers: Sequence[int]) -> None:
         """Record the local shards of a tree, at the end of the step.
@@ -184,14 +179,14 @@ class StepRecord:
                 self.on_device(number).add(entry, shard)
 
 
-def listened_to_by(listener: StepRecord | None) -> AbstractContextManager[None]:
-    """Let a record take the messages of the block, or none."""
-    return counting_by(replace(counting(), listener=listener))
+def recorded_by(record: StepRecord | None) -> AbstractContextManager[None]:
+    """Let a record take the values and messages of the block's step, or let none."""
+    return counting_by(replace(counting(), recorder=record))
 
 
-def _entry_of(direction: Direction, parcel: HeardMessage) -> RecordEntry:
+def _entry_of(direction: Direction, message: RecordedMessage) -> RecordEntry:
     """Return the entry of a message."""
-    return RecordEntry(direction, parcel.subject, "", -1, parcel.group, parcel.number)
+    return RecordEntry(direction, message.subject, "", -1, message.group, message.number)
 
 
 @torch.no_grad()

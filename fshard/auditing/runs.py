@@ -11,7 +11,7 @@ import torch
 
 from fshard.auditing.compare import Difference, differences, lowest_dtype
 from fshard.auditing.layouts import OtherLayout, copied_like, without_arrays
-from fshard.auditing.records import StepRecord, copies_of
+from fshard.auditing.records import StepRecord, copies_of, recorded_by
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.mesh.reshard.broadcast_to import broadcast_to
 from fshard.mesh.spmd.run import is_outside, local_devices
@@ -47,8 +47,8 @@ def run_recorded(
 ) -> Run:
     """Run a step, with a record of each device."""
     record = StepRecord(substitute)
-    with record.listening():
-        returned = replace(step, recorder=record)(*arguments)
+    with recorded_by(record):
+        returned = replace(step, substitute=record.reduced)(*arguments)
     names = [name for name in KINDS if name != "buffers" or step.options.has_buffers]
     results = dict(zip(names, returned, strict=True))
     numbers = numbers_of(step.mesh)

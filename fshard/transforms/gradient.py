@@ -63,7 +63,6 @@ from fshard.transforms.fsdp.plans import (
     plan_param,
     validate_ties_frozen,
 )
-from fshard.transforms.fsdp.recording import DeviceRecorder, ValueRecorder
 from fshard.transforms.metrics import global_metrics
 from fshard.transforms.module.buffers import Buffers, no_buffers
 from fshard.transforms.options import StepOptions
@@ -145,7 +144,7 @@ class ParamTree(NamedTuple):
 class StepInputs(NamedTuple):
     """The inputs of a step on all devices of the caller.
 
-    `key` is that of random draws. `recorder` records the step, if there is one.
+    `key` is that of random draws.
     """
 
     params: ParamTree
@@ -154,7 +153,6 @@ class StepInputs(NamedTuple):
     key: int
     scale: float
     site: Site
-    recorder: ValueRecorder | None = None
 
     def slices(self, options: StepOptions, device_index: int) -> DeviceSlices:
         """Return the slices of the local device at an index, which calls this."""
@@ -285,7 +283,6 @@ class GradientFunction:
         batch: PyTree,
         site: Site,
         scale: float = 1.0,
-        recorder: ValueRecorder | None = None,
     ) -> tuple[StepValue, PyTree]:
         """Run forward and backward on all devices; return the loss, and gradients in their layouts.
 
@@ -296,8 +293,6 @@ class GradientFunction:
         if not mesh.is_member:
             return self._run_outside(mesh, params, buffers)
         plans, inputs = self._prepare(mesh, params, buffers, batch, site, scale)
-        if recorder is not None:
-            inputs = inputs._replace(recorder=recorder)
         claim(inputs.params.leaves, "parameters")
         claim(buffers, "buffers")
         devices = local_devices(mesh)
@@ -494,10 +489,7 @@ class ModelProgram:
         device = inputs.batch.devices[index]
         params = inputs.params
         shards = params.shards(index)
-        recorder: DeviceRecorder | None = None
-        if inputs.recorder is not None:
-            recorder = inputs.recorder.on_device(require(options.caller).number)
-        runtime = ParamRuntime(plans, shards, device, options, inputs.site, recorder)
+        runtime = ParamRuntime(plans, shards, device, options, inputs.site)
         return ModelStep(
             inputs.slices(options, index),
             runtime,

@@ -6,7 +6,7 @@ params, state, buffers, batch  ─> (with buffers) ─> params, state, buffers, 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,6 @@ from fshard.optim.scaling import lower_scale
 from fshard.optim.sharded.optimizer import ShardedOptimizer
 from fshard.source import Site, call_site
 from fshard.transforms.array_checks import validate_run
-from fshard.transforms.fsdp.recording import ValueRecorder
 from fshard.transforms.gradient import GradientFunction, StepValue
 from fshard.transforms.options import (
     Options,
@@ -106,7 +105,8 @@ class TrainStep(PlaceableStep):
         optimizer: of arrays.
         gradient: with the layouts that the optimizer takes.
         update: the optimizer's step.
-        recorder: records its values, for `fs.audit`; None for nothing.
+        substitute: from the reduced gradients to those that the update takes, for `fs.audit`;
+            None: the same.
 
     The step itself is not compiled, and `torch.compile(step)` runs it as it is, with a warning:
     compile the loss function, `train_step(torch.compile(loss_fn), ...)`.
@@ -161,7 +161,7 @@ class TrainStep(PlaceableStep):
     optimizer: ShardedOptimizer
     gradient: GradientFunction
     update: Update
-    recorder: ValueRecorder | None = None
+    substitute: Callable[[PyTree], PyTree] | None = None
 
     __name__ = "train_step"  # for what wraps a function, such as functools.wraps
 
@@ -231,9 +231,9 @@ class TrainStep(PlaceableStep):
             reduction = optimizer.compression.start(state, params)
 
         site = call_site()
-        value, grads = self.gradient.run(params, buffers, batch, site, scale, self.recorder)
-        if self.recorder is not None:
-            grads = self.recorder.reduced(grads)
+        value, grads = self.gradient.run(params, buffers, batch, site, scale)
+        if self.substitute is not None:
+            grads = self.substitute(grads)
         params, state, norm = self._updated(params, state, grads, reduction, scale, site)
         if scale_of is not None:
             lower_scale(scale_of(state), scale, value.largest)

@@ -1,4 +1,4 @@
-"""Count the results of collectives for their receivers, in `fshard.memory.limit`; show audits all.
+"""Count results of collectives for their receivers, in `fshard.memory.limit`; record for audits.
 
 The buffers of transports are not counted. From its start until its end a collective counts as large
 as its results, and its arguments are kept: so a program has one peak on all runtimes.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout.counting import HeardMessage, MessageListener, counting, without_counters
+from fshard.mesh.layout.counting import RecordedMessage, ValueRecorder, counting, without_counters
 from fshard.mesh.spmd.moments import listeners, reach_as
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Delivery:
 def world_of(group: Group) -> World:
     """Return the world that runs a group's collectives.
 
-    Within a limit it counts results; in an audit its tensors are listened to.
+    Within a limit it counts results; in an audit it records what is sent and received.
     """
     world = group.world.current()
     if listeners and group.size > 1:
@@ -76,8 +76,8 @@ def world_of(group: Group) -> World:
     counts = counting()
     if counts.counters:
         world = cast("World", _CountedWorld(world))
-    if counts.listener is not None:
-        world = cast("World", _HeardWorld(world, counts.listener))
+    if counts.recorder is not None:
+        world = cast("World", _RecordedWorld(world, counts.recorder))
     return world
 
 
@@ -113,11 +113,11 @@ class _CountedWorld:
 
 
 @dataclass(frozen=True)
-class _HeardWorld:
-    """A world whose tensors a listener takes, as they are sent and as they arrive."""
+class _RecordedWorld:
+    """A world whose tensors are recorded, as they are sent and as they arrive."""
 
     world: World
-    listener: MessageListener
+    recorder: ValueRecorder
 
     def start(
         self,
@@ -129,22 +129,22 @@ class _HeardWorld:
         dtype: torch.dtype | None = None,
     ) -> Pending:
         subject = f"{move.name} over {'+'.join(group.axes)}"
-        parcel = self.listener.begin(group.number, subject, group.base, receives=True)
+        message = self.recorder.begin(group.number, subject, group.base, receives=True)
         if has_values(move, group):
-            self.listener.sent(parcel, xs)
+            self.recorder.sent(message, xs)
         pending = self.world.start(move, xs, group, site, purpose, dtype)
-        return cast("Pending", _HeardDelivery(pending, self.listener, parcel))
+        return cast("Pending", _RecordedDelivery(pending, self.recorder, message))
 
     def receive(self, likes: tuple[Tensor, ...], group: Group, source: int, *rest: Any) -> Pending:
         subject = f"message of device {group.number_of(source)} to device {group.number}"
-        parcel = self.listener.begin(group.number, subject, group.base, receives=True)
+        message = self.recorder.begin(group.number, subject, group.base, receives=True)
         pending = self.world.receive(likes, group, source, *rest)
-        return cast("Pending", _HeardDelivery(pending, self.listener, parcel))
+        return cast("Pending", _RecordedDelivery(pending, self.recorder, message))
 
     def send(self, xs: tuple[Tensor, ...], group: Group, to: int, *rest: Any) -> None:
         subject = f"message of device {group.number} to device {group.number_of(to)}"
-        parcel = self.listener.begin(group.number, subject, group.base, receives=False)
-        self.listener.sent(parcel, xs)
+        message = self.recorder.begin(group.number, subject, group.base, receives=False)
+        self.recorder.sent(message, xs)
         self.world.send(xs, group, to, *rest)
 
 
@@ -159,14 +159,14 @@ def has_values(move: Wired, group: Group) -> bool:
 
 
 @dataclass(frozen=True)
-class _HeardDelivery:
-    """A collective or message in progress, whose results a listener takes."""
+class _RecordedDelivery:
+    """A collective or message in progress, whose results are recorded."""
 
     pending: Pending
-    listener: MessageListener
-    parcel: HeardMessage
+    recorder: ValueRecorder
+    message: RecordedMessage
 
     def wait(self, into: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         results = self.pending.wait(into)
-        self.listener.received(self.parcel, results)
+        self.recorder.received(self.message, results)
         return results

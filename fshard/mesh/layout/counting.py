@@ -2,7 +2,7 @@
 
     ledgers    the bytes that collectives send: `fs.ledger`
     counters   the storages of every device: `fs.memory.limit`
-    listener   the tensors that are sent and received: `fs.audit`
+    recorder   values that devices compute, send and receive: `fs.audit`
 
 It is a fact of a thread: any operation of torch makes storages, and takes no argument for it.
 """
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from torch import Tensor
 
@@ -96,8 +96,33 @@ class StorageCounter(Protocol):
         ...
 
 
-class HeardMessage(NamedTuple):
-    """A message or collective, as a listener knows it.
+RecordedPhase = Literal[
+    "shard", "unsharded", "output", "loss", "gradient", "sum of gradients", "reduced gradient"
+]
+"""The values of a step that are recorded, on the way to the gradients.
+
+    shard, unsharded          a parameter of a unit, before and after its all-gather
+    output                    of a stage of a pipeline
+    loss, gradient            of one slice, the gradient leaf by leaf
+    sum of gradients          of a device's slices, as it is reduced
+    reduced gradient          the device's shard of the sum
+"""
+
+
+class DeviceRecorder(Protocol):
+    """Records what one device computes in one step."""
+
+    def begin_slice(self, number: int) -> None:
+        """Begin a slice, or a microbatch, by its number among those of all devices."""
+        ...
+
+    def record(self, phase: RecordedPhase, leaf: str, x: Any) -> None:
+        """Record a tensor, or the tensors of a tree; `leaf` is the path of a parameter, or ""."""
+        ...
+
+
+class RecordedMessage(NamedTuple):
+    """A message or collective, as a recorder knows it.
 
     Args:
         device: the number of the device that sends or receives.
@@ -112,18 +137,26 @@ class HeardMessage(NamedTuple):
     number: int
 
 
-class MessageListener(Protocol):
-    """Takes the tensors that devices send to each other: see `fshard.auditing`."""
+class ValueRecorder(Protocol):
+    """Records values of one step on all devices of the caller: see `fshard.auditing`.
 
-    def begin(self, device: int, subject: str, group: int, *, receives: bool) -> HeardMessage:
+    A step without a recorder compares a field with None, and that is all. Listeners, which learn of
+    phases without values on all threads, are another thing: see `fshard.mesh.spmd.moments`.
+    """
+
+    def on_device(self, number: int) -> DeviceRecorder:
+        """Return the recorder of a device, by its number in the world."""
+        ...
+
+    def begin(self, device: int, subject: str, group: int, *, receives: bool) -> RecordedMessage:
         """Count a message that a device receives, or else sends."""
         ...
 
-    def sent(self, parcel: HeardMessage, xs: Sequence[Tensor]) -> None:
+    def sent(self, message: RecordedMessage, xs: Sequence[Tensor]) -> None:
         """Take the tensors that a device gives to a collective, or sends."""
         ...
 
-    def received(self, parcel: HeardMessage, xs: Sequence[Tensor]) -> None:
+    def received(self, message: RecordedMessage, xs: Sequence[Tensor]) -> None:
         """Take the results of a collective on a device, or a message that it gets."""
         ...
 
@@ -140,7 +173,7 @@ class Counting:
         site: the line of new storages where no line of the user is being executed.
         memory: of new storages; None for the memory of an operation's arguments.
         owner: the device that new storages belong to, outside of any device's scope.
-        listener: takes what is sent and received.
+        recorder: of a step; None for nothing.
     """
 
     ledgers: tuple[CollectiveCounter, ...] | None = None
@@ -149,7 +182,7 @@ class Counting:
     site: Site | None = None
     memory: Memory | None = None
     owner: int | None = None
-    listener: MessageListener | None = None
+    recorder: ValueRecorder | None = None
 
 
 _counting: ContextVar[Counting] = ContextVar(

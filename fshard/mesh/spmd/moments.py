@@ -10,8 +10,9 @@
     save          a share of a checkpoint is to be written, is written, is to be committed
     collective    any collective or message starts, those of other phases too
 
-`fs.testing.kill` listens, and ends a device there. Without a listener a moment costs one look at an
-empty list, and no call:
+`fs.testing.kill` listens, on all threads, and ends a device there. Values are none of it: these an
+audit takes, of its own step, by a `ValueRecorder` (`fshard.mesh.layout.counting`). Without a
+listener a moment costs one look at an empty list, and no call:
 
     if listeners:
         reach("forward")                # as the device that the code runs as

@@ -42,7 +42,6 @@ from fshard.transforms.fsdp.autograd import (
 from fshard.transforms.fsdp.graph_checks import raise_foreign_backward
 from fshard.transforms.fsdp.lazy_param import WRITES, LazyParam, lazy_versions, unsharded
 from fshard.transforms.fsdp.plans import Order, ParamPlans, UnitPlan, local_plans
-from fshard.transforms.fsdp.recording import DeviceRecorder
 from fshard.transforms.fsdp.reductions import AgreedReductions, Reducer
 from fshard.transforms.fsdp.units import StepContext, Unit, versions_of
 from fshard.transforms.options import StepOptions
@@ -67,7 +66,6 @@ class ParamRuntime:
         device: its number in the mesh.
         options: of the step.
         site: the source line of the step.
-        recorder: of the device, if the step is recorded.
 
     `sequence`: the numbers of units in the order of their all-gathers, which must be equal on all
     devices.
@@ -80,9 +78,8 @@ class ParamRuntime:
         device: int,
         options: StepOptions,
         site: Site,
-        recorder: DeviceRecorder | None = None,
     ) -> None:
-        self.context = StepContext.of(options, site, recorder)
+        self.context = StepContext.of(options, site)
         self.state: Literal["idle", "forward", "backward", "closed"] = "idle"
         self.is_first_step = plans.order is None
         self.expected = plans.order or Order([], [])
@@ -103,7 +100,7 @@ class ParamRuntime:
         self._live: list[Unit] = []  # the sharded units that are unsharded, the last used last
 
         is_freed_early = options.reshard_after_forward and not plans.keeps_saved
-        has_sharded_units = any(plan.is_sharded for plan in unit_plans)
+        has_sharded_units = any([plan.is_sharded for plan in unit_plans])
         self.saved = SavedTensors(
             is_needed=is_freed_early and has_sharded_units, unshard=self.pre_backward
         )
@@ -114,7 +111,7 @@ class ParamRuntime:
             options,
             site,
             wide=options.reproducible or (options.reduce_once and options.accumulate > 1),
-            recorder=recorder,
+            recorder=self.context.recorder,
         )
         self.reductions = AgreedReductions(
             unit_plans, self.reducer, plans.reduction_plans, self.expected

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from fshard.memory.kinds import claim, made_for, purpose
 from fshard.memory.transfers import Link, Transfer, start
+from fshard.mesh.layout.counting import DeviceRecorder, RecordedPhase
 from fshard.mesh.layout.kinds import empty_in
 from fshard.mesh.layout.packing import cast
 from fshard.mesh.reshard.execute import StartedReshard, start_reshard
@@ -47,7 +48,6 @@ from fshard.transforms.fsdp.plans import (
     ReductionPlans,
     UnitPlan,
 )
-from fshard.transforms.fsdp.recording import DeviceRecorder, Phase
 from fshard.transforms.options import StepOptions
 
 AccumulateInto = Callable[[UnitPlan, Gradients], None]
@@ -167,7 +167,9 @@ class Reducer:
             self._show("gradient", indices, gradients)
         return gradients
 
-    def _show(self, phase: Phase, indices: Sequence[int], gs: Sequence[Tensor | None]) -> None:
+    def _show(
+        self, phase: RecordedPhase, indices: Sequence[int], gs: Sequence[Tensor | None]
+    ) -> None:
         """Show gradients to the recorder."""
         assert self.recorder is not None
         for index, g in zip(indices, gs, strict=True):

@@ -24,6 +24,7 @@ from torch import Tensor
 from fshard.memory.kinds import mark, purpose
 from fshard.memory.transfers import Link, Transfer, start
 from fshard.mesh.layout import Memory
+from fshard.mesh.layout.counting import DeviceRecorder, RecordedPhase, counting
 from fshard.mesh.layout.kinds import compute_device, empty_in
 from fshard.mesh.layout.packing import cast
 from fshard.mesh.reshard.execute import StartedReshard, start_reshard
@@ -31,7 +32,6 @@ from fshard.mesh.spmd.moments import listeners, reach
 from fshard.mesh.spmd.scope import Scope, entered, require
 from fshard.source import Site
 from fshard.transforms.fsdp.plans import UnitPlan
-from fshard.transforms.fsdp.recording import DeviceRecorder, Phase
 from fshard.transforms.module.replica import Replica
 from fshard.transforms.options import StepOptions
 
@@ -45,21 +45,25 @@ class StepContext:
         site: the source line of the step.
         scope: of the device.
         device: that computes: shards may be stored elsewhere.
-        recorder: of the device, if the step is recorded.
+        recorder: of the device; None if the step is not recorded.
     """
 
     options: StepOptions
     site: Site
     scope: Scope
     device: torch.device
-    recorder: DeviceRecorder | None = None
+    recorder: DeviceRecorder | None
     _replicas: list[Replica] = field(default_factory=list[Replica])
 
     @staticmethod
-    def of(options: StepOptions, site: Site, recorder: DeviceRecorder | None = None) -> StepContext:
+    def of(options: StepOptions, site: Site) -> StepContext:
         """Return the context of a step of the calling device."""
         scope = require(options.caller)
-        return StepContext(options, site, scope, compute_device(scope.mesh), recorder)
+        device_recorder: DeviceRecorder | None = None
+        recorder = counting().recorder
+        if recorder is not None:
+            device_recorder = recorder.on_device(scope.number)
+        return StepContext(options, site, scope, compute_device(scope.mesh), device_recorder)
 
     def use(self, replica: Replica) -> None:
         """Record a module copy that has parameters of the step installed until it ends."""
@@ -184,7 +188,7 @@ class Unit:
                 self._record("unsharded", self.values)
         return self.values
 
-    def _record(self, phase: Phase, xs: Sequence[Tensor]) -> None:
+    def _record(self, phase: RecordedPhase, xs: Sequence[Tensor]) -> None:
         """Record the tensors of all parameters of the unit."""
         recorder = self.context.recorder
         assert recorder is not None

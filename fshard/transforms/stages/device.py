@@ -31,7 +31,6 @@ from fshard.transforms.device_step import DeviceResult
 from fshard.transforms.fsdp.graph_checks import validate_no_reentrant_checkpoint
 from fshard.transforms.fsdp.lazy_param import WRITES
 from fshard.transforms.fsdp.plans import Order, local_plans
-from fshard.transforms.fsdp.recording import DeviceRecorder
 from fshard.transforms.fsdp.reductions import Reducer
 from fshard.transforms.fsdp.units import StepContext
 from fshard.transforms.loss_collectives import LOCAL_CALLS
@@ -65,7 +64,6 @@ class StageStep:
         shards: the local shard of each parameter.
         writes: the buffers that its stages write, if any.
         scale: the loss scale.
-        recorder: of the device, if the step is recorded.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class StageStep:
         shards: Sequence[Tensor],
         writes: StageWrites | None,
         scale: float,
-        recorder: DeviceRecorder | None = None,
     ) -> None:
         options = plan.options
         scope = slices.scope
@@ -86,8 +83,8 @@ class StageStep:
         self.writes = writes
         self.scale = scale
         self.is_first_step = plan.order is None
-        self.recorder = recorder
-        self.context = StepContext.of(options, slices.site, recorder)
+        self.context = StepContext.of(options, slices.site)
+        self.recorder = self.context.recorder
 
         axis = plan.pipeline.axis
         batch_axes = slices.batch.axes

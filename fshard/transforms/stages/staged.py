@@ -30,7 +30,6 @@ from fshard.pipeline.schedule.communication import with_units
 from fshard.pipeline.schedule.schedule import Schedule
 from fshard.pipeline.schedule.verify import verify
 from fshard.transforms.array_checks import validate_mesh
-from fshard.transforms.fsdp.recording import DeviceRecorder
 from fshard.transforms.gradient import GradientFunction, ParamTree, StepInputs
 from fshard.transforms.module.buffers import Buffers
 from fshard.transforms.options import Options, StepOptions
@@ -234,10 +233,7 @@ class StageProgram:
             device = compute_device(slices.scope.mesh)
             writes = StageWrites(options.caller, inputs.buffers, index, device)
         shards = inputs.params.shards(index)
-        recorder: DeviceRecorder | None = None
-        if inputs.recorder is not None:
-            recorder = inputs.recorder.on_device(slices.scope.number)
-        return StageStep(plans, slices, shards, writes, inputs.scale, recorder)
+        return StageStep(plans, slices, shards, writes, inputs.scale)
 
     def differentiable(
         self, options: StepOptions, mesh: Mesh, specs: PyTree, params: PyTree, batch: PyTree
