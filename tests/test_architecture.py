@@ -76,6 +76,7 @@ MAY_IMPORT = {
         "pipeline",
         "tensor",
         "checkpoint",
+        "auditing",  # it compares replicas after each step
         "parallelism",
     },
     "checkpoint": GROUND | {"mesh", "transforms", "optim", "pipeline"},

@@ -21,7 +21,7 @@ from fshard.auditing.diagnosis import (
 from fshard.auditing.folder import AuditFacts, save_step
 from fshard.auditing.layouts import OtherLayout, layout_errors, other_step
 from fshard.auditing.meeting import is_any
-from fshard.auditing.replicas import UnequalReplicas, unequal_replicas
+from fshard.auditing.replicas import UnequalReplicas, described, table_of, unequal_replicas
 from fshard.auditing.runs import KINDS, AuditTrial, Run, Twin, run_recorded
 from fshard.errors import AuditError
 from fshard.mesh.collectives.ledger import uncounted
@@ -111,7 +111,11 @@ def audit(
     """
     errors: list[str] = []
     if not isinstance(step, TrainStep):  # pyright: ignore[reportUnnecessaryIsInstance]
-        errors.append(f"step must be a step of fs.train_step; got {type(step).__name__}")
+        errors.append(
+            f"step must be a step of fs.train_step; got {type(step).__name__}. Of a boosted loop, "
+            "which cannot be repeated, fs.Booster(plugin, digest=True) compares replicas after "
+            "each step"
+        )
     if type(every) is not int or every < 1:
         errors.append(f"every must be an integer >= 1; got {every!r}")
     if on_difference not in ("raise", "warn"):
@@ -270,7 +274,7 @@ class AuditedStep:
         """Return the findings of two runs that differ: see `diagnosis`."""
         unequal = self._unequal_replicas(trial.kept)
         if unequal:
-            return [_of_replicas(replica, self.mesh, "before the step") for replica in unequal]
+            return [_of_replicas(replica, self.mesh) for replica in unequal]
 
         meshes = self.mesh, self.twin.other.mesh
         first, other = runs
@@ -301,10 +305,7 @@ class AuditedStep:
         """Compare what several devices hold after a step; raise or warn if it differs."""
         unequal = self._unequal_replicas(results[:-1])  # metrics are equal by their making
         if unequal:
-            lines = [f"step {self.calls}: replicas must be equal on all devices"]
-            for replica in unequal:
-                lines.append(_of_replicas(replica, self.mesh, "after the step").text)
-            self._complain("\n  ".join(lines))
+            self._complain(table_of(unequal, self.mesh, f"step {self.calls}"))
 
     def _unequal_replicas(self, trees: Sequence[PyTree]) -> list[UnequalReplicas]:
         """Return the leaves of parameters, state and buffers whose replicas differ."""
@@ -361,10 +362,7 @@ class AuditedStep:
         return f"Repeat it alone: fshard replay {path} {self.program or 'FILE:FUNCTION'}"
 
 
-def _of_replicas(replica: UnequalReplicas, mesh: Mesh, when: str) -> Finding:
-    """Return the finding of a leaf whose replicas differ."""
-    names = " and ".join([device_name(mesh, number) for number in replica.devices])
-    text = f"{replica.leaf} has other values on {names} than on most, {when}"
-    if not replica.has_majority:
-        text = f"{replica.leaf} differs between {names}, {when}"
+def _of_replicas(replica: UnequalReplicas, mesh: Mesh) -> Finding:
+    """Return the finding of a leaf whose replicas differ before a step."""
+    text = described(replica, mesh, "before the step")
     return Finding(REPLICAS, replica.devices[0], replica.leaf, text)

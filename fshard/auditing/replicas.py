@@ -1,4 +1,4 @@
-"""Compare what several devices hold, by one number a step: `fs.audit(digest=True)`.
+"""Compare what several devices hold, by one number a step: `digest=True` of `audit` and `Booster`.
 
     device 0    w   digest d0   adds 1 x d0         along the axes over which w is replicated: the
     device 1    w   digest d1   adds -1 x d1        sum is 0 if all are equal
@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.auditing.diagnosis import device_name
+from fshard.errors import AuditError
 from fshard.mesh.layout import Mesh, PyTree, path_text
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.broadcast_to import broadcast_to
@@ -25,7 +27,7 @@ from fshard.mesh.spmd.global_inputs import digest
 from fshard.mesh.spmd.run import is_outside, local_devices, run_on_devices
 from fshard.mesh.spmd.scope import Group, require
 from fshard.optim.leaves import Leaves
-from fshard.source import Site
+from fshard.source import Site, call_site
 from fshard.transforms.agreement import difference, host_row, reduce_rows
 
 _CALLER = "fs.audit"
@@ -51,6 +53,34 @@ class UnequalReplicas(NamedTuple):
     leaf: str
     devices: list[int]
     has_majority: bool
+
+
+def validate_replicas(trees: Mapping[str, PyTree], mesh: Mesh, step: str) -> None:
+    """Raise on all devices unless those that hold a leaf hold equal values.
+
+    Args:
+        trees: by the names of their leaves: "parameter", "state" or "buffer".
+        mesh: the devices, which all call this.
+        step: after which it is.
+    """
+    unequal = unequal_replicas(trees, mesh, call_site())
+    if unequal:
+        raise AuditError(table_of(unequal, mesh, step))
+
+
+def table_of(unequal: Sequence[UnequalReplicas], mesh: Mesh, step: str) -> str:
+    """Return the error of replicas that differ after a step."""
+    lines = [f"{step}: replicas must be equal on all devices"]
+    lines += [described(replica, mesh, "after the step") for replica in unequal]
+    return "\n  ".join(lines)
+
+
+def described(replica: UnequalReplicas, mesh: Mesh, when: str) -> str:
+    """Return the sentence about a leaf whose replicas differ."""
+    names = " and ".join([device_name(mesh, number) for number in replica.devices])
+    if replica.has_majority:
+        return f"{replica.leaf} has other values on {names} than on most, {when}"
+    return f"{replica.leaf} differs between {names}, {when}"
 
 
 def replicated_leaves(trees: Mapping[str, PyTree], mesh: Mesh) -> list[ReplicatedLeaf]:

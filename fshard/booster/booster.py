@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fshard.auditing.replicas import validate_replicas
 from fshard.booster.checkpoint import Checkpointing
 from fshard.booster.gemini import GeminiPlugin
 from fshard.booster.hybrid import HybridParallelPlugin
@@ -157,6 +158,10 @@ class Booster(Checkpointing):
             all their samples on one device, and raises if it is no mean over samples. `boost` must
             get the criterion, or the model's output have `.loss`. Each device computes the loss of
             all samples once.
+        digest: compare what several devices hold after each step, parameters, optimizer state and
+            buffers, and raise an AuditError that names the leaf and the device if it differs. It
+            costs a psum of 8 bytes, and a digest of what is replicated. `optimizer.digests` counts
+            the steps of a loop that were compared.
     """
 
     def __init__(
@@ -164,6 +169,7 @@ class Booster(Checkpointing):
         plugin: Plugin | Parallelism | None = None,
         *,
         check: Literal["loss"] | None = None,
+        digest: bool = False,
     ) -> None:
         if isinstance(plugin, Parallelism):
             plugin = HybridParallelPlugin(plugin)
@@ -176,6 +182,7 @@ class Booster(Checkpointing):
             )
         self.plugin = plugin
         self.check = check
+        self.digest = digest
         if errors := one_of("check", check, "loss", None):
             raise ValueError(f"Booster: {errors[0]}.")
         self._states = WeakKeyDictionary[Any, DeviceState]()
@@ -217,6 +224,12 @@ class Booster(Checkpointing):
                 "Compare one step by fs.testing.certify."
             )
 
+        if self.digest and plugin.replicas() is not None:
+            raise ValueError(
+                f"{caller}: digest=True must be used without local_steps and gossip, whose "
+                "parameters differ between devices. Leave digest=True out."
+            )
+
         number = state.models
         state.models += 1
         if number:
@@ -256,7 +269,7 @@ class Booster(Checkpointing):
                 criterion = loss_check.watched(criterion)
         source.rebind(dict(model.named_parameters()))
         if optimizer is not None:
-            optimizer = BoostedOptimizer(optimizer, source, opt, boosted, plugin)
+            optimizer = BoostedOptimizer(optimizer, source, opt, boosted, plugin, self.digest)
         if isinstance(dataloader, DataLoader):
             dataloader = Loader(dataloader, self.plugin.seed, self._state)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
@@ -455,7 +468,11 @@ class Booster(Checkpointing):
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take a step on a batch of all devices, or of a prepared loader; the state is donated."""
-        return self._steps[state.model](state, self._state.as_part(batch))
+        after, metrics = self._steps[state.model](state, self._state.as_part(batch))
+        if self.digest:
+            trees = {"parameter": after.params, "state": after.optimizer, "buffer": after.buffers}
+            validate_replicas(trees, self.plugin.default_mesh(), f"step {after.steps}")
+        return after, metrics
 
 
 # -- arguments -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.auditing.replicas import validate_replicas
 from fshard.booster.full_state import full_state, loaded_state
 from fshard.booster.gemini import GeminiPlugin
 from fshard.booster.loop import LoopModel
@@ -94,6 +95,9 @@ class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
         partitioned: returns it on shards, with the present options of the groups.
         model: whose parameters it writes.
         plugin: of both.
+        has_digest: compare replicas after each step.
+
+    `digests` counts the steps whose replicas were compared, and equal.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
         partitioned: Callable[[], ShardedOptimizer],
         model: LoopModel | StagedModel,
         plugin: Plugin,
+        has_digest: bool = False,
     ) -> None:
         self.optim = optim
         self.model = model
@@ -114,6 +119,8 @@ class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
         if isinstance(plugin, GeminiPlugin) and plugin.placement == "auto":
             self._unplaced = plugin
         self._steps = 0
+        self._has_digest = has_digest
+        self.digests = 0
         self._grads: PyTree | None = None
         self.state: PyTree = self._partitioned().init(model.params)
         if isinstance(optim, torch.optim.Optimizer):
@@ -263,7 +270,18 @@ class BoostedOptimizer(torch.optim.Optimizer, ShardedObject):
             self._place(self._unplaced)
         if isinstance(self.optim, torch.optim.Optimizer):
             vars(self.optim)["_opt_called"] = True  # schedulers check that a step precedes theirs
+        if self._has_digest:
+            self._validate_replicas()
         return loss
+
+    def _validate_replicas(self) -> None:
+        """Raise unless devices that hold the same after a step hold equal values."""
+        buffers: PyTree = self.model.buffer_trees()
+        if isinstance(self.model, LoopModel):
+            (buffers,) = buffers  # one tree; stages have one each
+        trees = {"parameter": self.model.params, "state": self.state, "buffer": buffers}
+        validate_replicas(trees, self.mesh, f"step {self._steps}")
+        self.digests += 1
 
     def _place(self, plugin: GeminiPlugin) -> None:
         """Return to the devices what has room there."""
