@@ -12,6 +12,8 @@ from dataclasses import dataclass
 class End:
     """The end of one process, or of its work: which, when, and its exit code.
 
+    A process that leaves an elastic run by an error has ended then.
+
     The code is negative for a process that a signal has ended, as in `subprocess`.
     """
 

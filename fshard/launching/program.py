@@ -20,9 +20,12 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
 from fshard.launching.ends import End, first_failure, in_words, write_loss
 from fshard.launching.meeting import serve_store, variables_of, variables_of_all
 from fshard.launching.shown import STREAMS, Shown
+from fshard.mesh.runtimes.launchers import failure_key
 
 PATIENCE = 30.0
 """Seconds for processes to end after a signal, as torchrun gives them."""
@@ -74,7 +77,7 @@ def run_program(words: Sequence[str], n: int) -> int:
         try:
             for rank in range(n):
                 running.append(_start(rank, words, environment))
-            ends = _watch(running, n, signals)
+            ends = _watch(running, n, signals, store)
         finally:
             for one in running:
                 _kill(one)
@@ -117,7 +120,9 @@ def _start(rank: int, words: Sequence[str], environment: dict[str, str]) -> _Run
 # -- watching --------------------------------------------------------------------------------------
 
 
-def _watch(running: list[_Running], n: int, signals: list[_Signal]) -> list[End]:
+def _watch(
+    running: list[_Running], n: int, signals: list[_Signal], store: TCPStore
+) -> list[End]:
     """Show output until all have ended, and pass signals on; remove from `running` what ended."""
     ends: list[End] = []
     is_passed = False
@@ -134,7 +139,11 @@ def _watch(running: list[_Running], n: int, signals: list[_Signal]) -> list[End]
                 show.close()
         for one in ended:
             code = one.process.returncode
-            ends.append(End(one.rank, now, code))
+            ended_at = now
+            key = failure_key(one.rank)
+            if code > 0 and store.check([key]):
+                ended_at = float(store.get(key))  # when the others went on without it
+            ends.append(End(one.rank, ended_at, code))
             if code != 0:
                 write_loss(f"process {one.rank} of {n} {in_words(code)}", len(running))
 

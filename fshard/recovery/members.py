@@ -35,6 +35,7 @@ from fshard.mesh.runtimes.interface import reachable_address
 from fshard.mesh.runtimes.launchers import (
     ProcessInfo,
     read_variables,
+    report_failure,
     store_within,
     time_limit,
 )
@@ -227,6 +228,7 @@ class Members:
     def leave(self) -> None:
         """Leave the run, because of an error here: the others go on without this process."""
         self._beats.stop()
+        report_failure()
         with suppress(FileNotFoundError):
             self._folder.mark("failed", self.generation, self.number)
             self._folder.mark_gone(self.number)

@@ -198,6 +198,44 @@ def test_run_elastic_whose_program_is_missing_has_its_exit_code(tmp_path, capsys
     assert "[1] " in capsys.readouterr().err
 
 
+ELASTIC_PROGRAM = """
+import atexit, os, sys, time
+from pathlib import Path
+import torch, fshard as fs
+
+pids = Path(sys.argv[1])
+
+def wait_for_the_other():
+    "The interpreter of a process that fails ends after that of the survivor."
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if pids.exists() and not Path("/proc", pids.read_text()).exists():
+            break
+        time.sleep(0.005)
+
+def train(run):
+    if fs.mesh.process_count() == 1:
+        pids.with_suffix(".new").write_text(str(os.getpid()))
+        pids.with_suffix(".new").rename(pids)
+    elif fs.mesh.process_index() == 1:
+        atexit.register(wait_for_the_other)
+        sys.exit(3)
+    else:
+        fs.run(lambda: fs.psum(torch.ones(1), "data"), mesh=run.mesh)
+
+fs.elastic(lambda devices: fs.make_mesh({"data": len(devices)}, devices=devices))(train)()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elastic runs need /proc")
+def test_run_elastic_is_well_if_a_lost_process_ends_after_the_others(tmp_path, capfd):
+    script = tmp_path / "program.py"
+    script.write_text(ELASTIC_PROGRAM)
+    words = ["--processes", "2", str(script), str(tmp_path / "survivor")]
+    assert main(["run", "--elastic", *words]) == 0, capfd.readouterr().err
+    assert "process 1 of 2 ended with exit code 3; 0 are running" in capfd.readouterr().err
+
+
 def send_when_started(folder, n, *numbers):
     """Send signals to this process, which runs a program, as soon as that has started."""
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
 from fshard.errors import MeshError
@@ -38,6 +38,8 @@ Variables = Mapping[str, str]
 Store = TypeVar("Store")
 PORTS = range(10240, 29952)
 """Range of default ports: below the ephemeral ports of operating systems."""
+_REPORT_LIMIT = 1.0
+"""Seconds to reach the launcher of this machine, whose store is there before its processes."""
 
 
 @dataclass(frozen=True)
@@ -394,6 +396,27 @@ def store_within(
     if meeting.done():
         return meeting.result()
     raise dist.DistNetworkError(f"No store answered there within {limit.total_seconds():g} s.")
+
+
+def failure_key(rank: int) -> str:
+    """Return the key of a launcher's store for the time at which a process has failed."""
+    return f"fshard/failed/{rank}"
+
+
+def report_failure() -> None:
+    """Write the time to the store of the launcher, if it has one: this process is going to end.
+
+    The others may finish before the interpreter has ended, but they do so in place of this process.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    info = read_variables(os.environ, os.getppid())
+    assert info is not None  # the launcher has set all variables
+    with suppress(RuntimeError):  # the launcher is gone, and nobody wants to know
+        store = TCPStore(
+            info.address, info.port, is_master=False, timeout=timedelta(seconds=_REPORT_LIMIT)
+        )
+        store.set(failure_key(info.rank), str(time.monotonic()))
 
 
 def time_limit(seconds: float | None) -> timedelta:
