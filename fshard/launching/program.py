@@ -120,9 +120,7 @@ def _start(rank: int, words: Sequence[str], environment: dict[str, str]) -> _Run
 # -- watching --------------------------------------------------------------------------------------
 
 
-def _watch(
-    running: list[_Running], n: int, signals: list[_Signal], store: TCPStore
-) -> list[End]:
+def _watch(running: list[_Running], n: int, signals: list[_Signal], store: TCPStore) -> list[End]:
     """Show output until all have ended, and pass signals on; remove from `running` what ended."""
     ends: list[End] = []
     is_passed = False

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fshard.experts.transformers import shard_experts
 from fshard.mesh.layout import Axes, Layout, Memory, Mesh, P, PyTree, map_leaves
 from fshard.mesh.spmd.global_inputs import compare_inputs, samples_of
-from fshard.mesh.spmd.scope import here, outside
+from fshard.mesh.spmd.scope import here
 from fshard.parallelism.modes import MODEL_AXES
 from fshard.parallelism.value import Parallelism
 from fshard.pipeline.schedule.schedule import Schedule
@@ -190,7 +190,7 @@ def _layer_plan(
     if token_axis is None:
         sequence_mode = "gather"
     expert_axis = "expert" if parallelism.experts > 1 else None
-    with outside(), keyed_random(seed):
+    with keyed_random(seed):
         return tensor_parallel(
             planned_model,
             axis=axes,

@@ -27,6 +27,7 @@ from fshard.errors import LayoutError
 from fshard.experts.transformers import shard_experts
 from fshard.mesh.layout import (
     Axes,
+    Mesh,
     P,
     as_axes,
     as_written,
@@ -38,6 +39,7 @@ from fshard.mesh.layout import (
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.reshard.device_put import unshard
+from fshard.mesh.spmd.scope import outside
 from fshard.tensor.decide import decide, override
 from fshard.tensor.follow import USE_MODULE, follow
 from fshard.tensor.joined import concatenated
@@ -85,6 +87,28 @@ class Plan(LayerPlans):
             tolerance: the largest relative error.
             ignore: patterns of names of parameters that are not compared, those of the shell.
         """
+        with outside():  # on virtual devices of its own, also inside of fs.run
+            mesh, errors = self._errors(sample)
+        patterns = [ignore] if isinstance(ignore, str) else list(ignore)
+        differing: list[str] = []
+        largest = 0.0
+        for name, error in errors.items():
+            if any([fnmatchcase(name, pattern) for pattern in patterns]):
+                continue
+            largest = max(largest, error)
+            if not error < tolerance:  # nan too
+                differing.append(f"{name} by {error:.1e}")
+        if differing:
+            raise LayoutError(
+                f"the plan must compute what the model does; of {mesh}, these differ: "
+                f"{'; '.join(differing)}. A model that computes in fewer bits, or draws, needs a "
+                "larger tolerance=, or ignore= with names of parameters: tensor_tolerance= and "
+                "tensor_ignore= of HybridParallelPlugin."
+            )
+        return largest
+
+    def _errors(self, sample: Any) -> tuple[Mesh, dict[str, float]]:
+        """Return the mesh of a check, and the errors of the loss and of each parameter by name."""
         mesh = make_mesh(dict.fromkeys(self.axes, _check_size(self)), runtime="virtual")
         apply, params, buffers = self.functionalize(_float64_copy(self.model))
 
@@ -110,23 +134,7 @@ class Plan(LayerPlans):
 
         names = ["the loss", *[named(parts_of(path)) for path in paths]]
         errors = _relative_errors([sharded_loss, *full_grads], [loss.detach(), *grads])
-        patterns = [ignore] if isinstance(ignore, str) else list(ignore)
-        differing: list[str] = []
-        largest = 0.0
-        for name, error in zip(names, errors, strict=True):
-            if any([fnmatchcase(name, pattern) for pattern in patterns]):
-                continue
-            largest = max(largest, error)
-            if not error < tolerance:  # nan too
-                differing.append(f"{name} by {error:.1e}")
-        if differing:
-            raise LayoutError(
-                f"the plan must compute what the model does; of {mesh}, these differ: "
-                f"{'; '.join(differing)}. A model that computes in fewer bits, or draws, needs a "
-                "larger tolerance=, or ignore= with names of parameters: tensor_tolerance= and "
-                "tensor_ignore= of HybridParallelPlugin."
-            )
-        return largest
+        return mesh, dict(zip(names, errors, strict=True))
 
     def full(self, x: Any) -> Any:
         """Return a result of the model as a tensor, equal on all devices along the axes."""
@@ -206,7 +214,8 @@ def tensor_parallel(
     for specs in expert_layers.values():
         expert_specs.update(specs)
 
-    products, unsharded, operations = follow(model, args, kwargs, expert_layers)
+    with outside():  # on a virtual device of its own, also inside of fs.run
+        products, unsharded, operations = follow(model, args, kwargs, expert_layers)
     shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
     layers, replicated = decide(products, shapes, size)
     if unsharded and not layers and not expert_layers:

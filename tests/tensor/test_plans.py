@@ -502,3 +502,15 @@ def test_fused_weight_that_is_changed_in_place_raises():
     model = Changed("").eval()
     with pytest.raises(LayoutError, match="add_ must not change a fused weight"):
         fs.tensor_parallel(model, axis="model", sample=torch.randn(2, 3, 4))
+
+
+def test_plan_made_by_each_device_of_a_run_is_that_of_one_outside():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    sample = torch.randn(2, 4)
+
+    def plan():
+        return str(fs.tensor_parallel(model, axis="model", sample=sample))
+
+    mesh = fs.make_mesh({"data": 2, "model": 2})
+    assert fs.run(plan, mesh=mesh) == [plan()] * 4

@@ -111,7 +111,9 @@ def test_digest_of_stages_compares_the_devices_of_each_stage():
 
     torch.manual_seed(0)
     assert fs.run(main, 0.0, mesh=mesh) == [2] * 4
-    with pytest.raises(AuditError, match=r"parameter \[1\].3.weight differs .* device 2 .* device 3"):
+    with pytest.raises(
+        AuditError, match=r"parameter \[1\].3.weight differs .* device 2 .* device 3"
+    ):
         fs.run(main, 1.0, mesh=mesh)
 
 
