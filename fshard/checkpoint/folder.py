@@ -224,6 +224,11 @@ class Checkpoints:
         if self._thread is not None:
             with as_device_of(self._mesh):
                 meet()  # so that all devices have begun to write
+        self._join_here()
+
+    def _join_here(self) -> None:
+        """Wait for the thread of this device alone; raise its errors."""
+        if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._error is not None:
@@ -232,9 +237,13 @@ class Checkpoints:
             raise error
 
     def _join_at_exit(self) -> None:
-        """Print the errors of the last save, but not of a virtual device that was killed in it."""
+        """Print the errors of the last save, but not of a virtual device that was killed in it.
+
+        Without meeting other devices: virtual ones have ended, and a world of processes may have
+        been left, in which the mesh is none any more.
+        """
         with suppress(LostProcessError):
-            self._join()
+            self._join_here()
 
     def _start_write(self, *arguments: Any) -> None:
         if self._thread is None:

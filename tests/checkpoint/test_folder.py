@@ -19,6 +19,7 @@ from fshard import P
 from fshard.checkpoint import files
 from fshard.checkpoint.folder import remove
 from fshard.errors import CheckpointError
+from fshard.mesh.runtimes import process
 from tests.helpers.processes import run_processes
 
 
@@ -386,6 +387,26 @@ def test_virtual_devices_save_in_the_background(tmp_path):
 
     assert fs.run(loop, mesh=mesh) == [[0, 1, 2]] * 4
     assert torch.equal(fs.restore(tmp_path / "2")["x"], 2 * torch.arange(8.0))
+
+
+def left_while_saved(path):
+    """Save on a mesh of some processes, leave their world, and do what happens at the exit."""
+    mesh = fs.make_mesh({"data": 1}, devices=[0])
+    if not mesh.is_member:
+        return None
+    x = fs.device_put(torch.arange(4.0), fs.Layout(mesh, P("data")))
+    at_exit = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("atexit.register", at_exit.append)
+        fs.Checkpoints(path).save(1, {"x": x}, wait=False)
+    process.leave(waiting=False)
+    (join,) = at_exit
+    join()
+    return fs.Checkpoints(path).steps
+
+
+def test_a_process_that_has_left_the_world_of_its_save_waits_for_it_at_the_exit(tmp_path):
+    assert run_processes(left_while_saved, 2, tmp_path) == [[1], None]
 
 
 def bad(path):
