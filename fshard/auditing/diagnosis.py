@@ -34,6 +34,9 @@ from fshard.mesh.spmd.scope import here
 SLICE_PHASES = ("loss", "gradient")
 """The phases of slices, in order of time: equal bits in every layout, in reproducible mode."""
 
+UNDECIDED = "One of the two is wrong; an audit in a third layout shows which one"
+"""The end of a disagreement: each layout repeats itself, so neither has more votes."""
+
 
 class Finding(NamedTuple):
     """The origin of a difference, as far as it is known.
@@ -171,7 +174,7 @@ def _unequal_slice(
         other_devices = _devices(meshes[1], other_pairs)
         text = (
             f"both layouts repeat themselves, and have another {computed}: {devices} in this one, "
-            f"{other_devices} in the other one"
+            f"{other_devices} in the other one. {UNDECIDED}"
         )
         return Finding(str(computed), None, leaf, text)
     return None
@@ -193,7 +196,7 @@ def _unequal_result(found: Sequence[Difference], mesh: Mesh) -> Finding:
     phase = phases.get(first.kind, first.kind)
     text = (
         f"both layouts repeat themselves, and disagree in the {phase}: {first.kind} {first.name} "
-        f"on {device_name(mesh, first.device)}"
+        f"on {device_name(mesh, first.device)}. {UNDECIDED}"
     )
     return Finding(phase, first.device, first.leaf, text)
 

@@ -116,6 +116,7 @@ def _function_of(program: str) -> Callable[[], Any]:
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise AuditError(f"replay: the program must be FILE:FUNCTION; {path} is no Python file.")
     module = module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as in `python FILE`
     spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
         raise AuditError(

@@ -1,6 +1,7 @@
 """An audited step returns what the step returns, and raises no false alarm. Oracle: the step alone."""
 
 import json
+import sys
 import warnings
 
 import pytest
@@ -646,6 +647,17 @@ def test_replay_with_wrong_arguments_names_them(audited_folder):
             fs.replay(audited_folder, step, wrong, state, batch)
 
 
+def test_command_of_a_program_imports_what_is_beside_it(
+    audited_folder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside.py").write_text("from tests.auditing.test_audit import make\n")
+    program = tmp_path / "program.py"
+    program.write_text("import beside\ndef make():\n    return beside.make()\n")
+    assert main(["replay", str(audited_folder), f"{program}:make"]) == 1
+    assert capsys.readouterr().err == ""
+
+
 BROKEN = {
     "no function": ("", "has no function make"),
     "syntax": ("def make(:\n", "SyntaxError"),
@@ -773,7 +785,8 @@ def test_difference_is_raised_on_all_devices_of_a_run(tmp_path, monkeypatch):
 
     texts = fs.run(main, mesh=FOUR)
     assert len({*texts}) == 1
-    assert "device 0 (data=0) in this one, device 1 (data=0) in the other one" in texts[0]
+    devices = "device 0 (data=0) in this one, device 1 (data=0) in the other one"
+    assert f"{devices}. One of the two is wrong; an audit in a third layout" in texts[0]
 
 
 # -- replicas --------------------------------------------------------------------------------------

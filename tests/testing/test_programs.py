@@ -197,4 +197,5 @@ def test_the_command_prints_the_certificate(tmp_path, capsys):
     ):
         assert main(["certify", f"{tmp_path}/{arguments[0]}", *arguments[1:]]) == 2
     assert "a mesh must be like data=2,model=4; got 'data'" in capsys.readouterr().err
-    assert main(["certify", f"{tmp_path}/train.py:program", "--mesh", "data=2"]) == 0
+    (tmp_path / "beside.py").write_text("from train import program\n")
+    assert main(["certify", f"{tmp_path}/beside.py:program", "--mesh", "data=2"]) == 0

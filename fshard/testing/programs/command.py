@@ -27,6 +27,7 @@ class FromFile(NamedTuple):
         if spec is None or spec.loader is None:
             raise ImportError(f"certify: {self.path} must be a Python file.")
         module = module_from_spec(spec)
+        sys.path.insert(0, str(Path(self.path).parent))  # as in `python FILE`
         spec.loader.exec_module(module)
         return getattr(module, self.name)(rank, world)
 
