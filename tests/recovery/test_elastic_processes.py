@@ -20,6 +20,7 @@ from tests.recovery.programs import Run, pids_in_memory
 from tests.recovery.training_processes import (
     PROGRAMS_HERE,
     check_bits,
+    check_replacements,
     results_of,
     start,
     stops,
@@ -58,25 +59,7 @@ def test_processes_that_are_killed_and_replaced_change_no_bit(name, kills, tmp_p
     """At random times; each is replaced by a new one, so meshes are of 4, then 2, then 4 devices."""
     draw = random.Random(kills)
     run = start(tmp_path, name, 20_000, seconds=0.002)
-    living = [0, 1, 2, 3]
-    after = 0.0
-    try:
-        for _ in range(kills):
-            wait_for_devices(run, 4, living, after)
-            time.sleep(draw.random() * 0.2)
-            victim = draw.choice(living)
-            after = run.kill(victim)
-            living.remove(victim)
-            if draw.random() < 0.5:
-                wait_for_devices(run, 2, living[:2], after)
-            living.append(len(run.processes))
-            run.start(1, run.main)
-        wait_for_devices(run, 4, living, after)
-        run.stop_file.touch()
-        wait_for_end(run, living)
-        check_bits(run, name, len(results_of(run)[0]["losses"]), count=4)
-    finally:
-        run.close()
+    check_replacements(run, name, kills, draw, pause=0.2, waits=lambda: draw.random() < 0.5)
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(100, marks=pytest.mark.thorough)])

@@ -7,7 +7,6 @@ same program on virtual devices of the host, of which none is lost.
 import os
 import random
 import signal
-import time
 from functools import partial
 
 import pytest
@@ -24,8 +23,8 @@ from tests.recovery.oracle import undisturbed
 from tests.recovery.programs import Run
 from tests.recovery.training_processes import (
     check_bits,
+    check_replacements,
     results_of,
-    wait_for_devices,
     wait_for_end,
 )
 
@@ -166,24 +165,7 @@ def test_killed_processes_that_are_replaced_change_no_bit(kills, tmp_path):
     """At random times, so on meshes of 4, then 2, then 4 devices; worlds have hubs of their own."""
     draw = random.Random(kills)
     run = start(tmp_path, "zero 3", steps=20_000, seconds=0.002)
-    living = [0, 1, 2, 3]
-    after = 0.0
-    try:
-        for _ in range(kills):
-            wait_for_devices(run, 4, living, after)
-            time.sleep(draw.random() * 0.5)
-            victim = draw.choice(living)
-            after = run.kill(victim)
-            living.remove(victim)
-            wait_for_devices(run, 2, living[:2], after)
-            living.append(len(run.processes))
-            run.start(1, run.main)
-        wait_for_devices(run, 4, living, after)
-        run.stop_file.touch()
-        wait_for_end(run, living)
-        check_bits(run, "zero 3", len(results_of(run)[0]["losses"]), count=4)
-    finally:
-        run.close()
+    check_replacements(run, "zero 3", kills, draw, pause=0.5)
 
 
 # -- a device behind the host ----------------------------------------------------------------------

@@ -121,3 +121,35 @@ def wait_for_devices(run, count, processes, after):
         return True
 
     wait_until(have_made, 60)
+
+
+def check_replacements(run, name, kills, draw, pause, waits=lambda: True):
+    """Kill processes of a run at random times, and replace each; compare what all end with.
+
+    Args:
+        run: with four processes.
+        name: of its program.
+        kills: how many.
+        draw: random numbers: the times, and who is killed.
+        pause: the longest time between a step of all and a kill.
+        waits: returns True to wait for the survivors' first step before a new process starts.
+    """
+    living = [0, 1, 2, 3]
+    after = 0.0
+    try:
+        for _ in range(kills):
+            wait_for_devices(run, 4, living, after)
+            time.sleep(draw.random() * pause)
+            victim = draw.choice(living)
+            after = run.kill(victim)
+            living.remove(victim)
+            if waits():
+                wait_for_devices(run, 2, living[:2], after)
+            living.append(len(run.processes))
+            run.start(1, run.main)
+        wait_for_devices(run, 4, living, after)
+        run.stop_file.touch()
+        wait_for_end(run, living)
+        check_bits(run, name, len(results_of(run)[0]["losses"]), count=4)
+    finally:
+        run.close()
