@@ -240,10 +240,11 @@ class AuditedStep:
         The arguments, of which the trial has copies, are donated, if the step donates its own.
         """
         first = run_recorded(self.step, arguments)
+        # The runs below draw again; the program goes on with the draws after its own step.
         after = random_state()
         try:
             with uncounted():
-                findings, found = self._compared(trial, first)
+                findings, differences = self._compared(trial, first)
         except Exception as error:
             error.add_note(
                 f"It is of the audit of step {number}, {' against '.join(self.twin.names)}, which "
@@ -254,22 +255,23 @@ class AuditedStep:
             raise
         finally:
             after.set()
-        text = self._table(number, findings, found)
-        return first.returned, AuditOutcome(number, findings, found, text)
+        text = self._table(number, findings, differences)
+        return first.returned, AuditOutcome(number, findings, differences, text)
 
     def _compared(
         self, trial: AuditTrial, first: Run
     ) -> tuple[Sequence[Finding], Sequence[Difference]]:
         """Run the step in the other layout; return what is at fault, and the differences."""
         other = trial.other(first)
-        found = self.twin.compare(first, other)
-        if not is_any(self.mesh, bool(found)):
-            return [], found
-        found = differences_of_all(self.mesh, found)
-        return self._diagnose(trial, (first, other), found), found
+        differences = self.twin.compare(first, other)
+        # All devices go on alike, since a diagnosis communicates.
+        if not is_any(self.mesh, bool(differences)):
+            return [], differences
+        differences = differences_of_all(self.mesh, differences)
+        return self._diagnose(trial, (first, other), differences), differences
 
     def _diagnose(
-        self, trial: AuditTrial, runs: tuple[Run, Run], found: Sequence[Difference]
+        self, trial: AuditTrial, runs: tuple[Run, Run], differences: Sequence[Difference]
     ) -> list[Finding]:
         """Return the findings of two runs that differ: see `diagnosis`."""
         unequal = self._unequal_replicas(trial.kept)
@@ -289,12 +291,14 @@ class AuditedStep:
         if findings:
             # Beside a fault that happens once, layouts may disagree.
             first, other = again, trial.other_again(again)
-            found = self.twin.compare(first, other)
-            if not is_any(self.mesh, bool(found)):
+            differences = self.twin.compare(first, other)
+            if not is_any(self.mesh, bool(differences)):
                 return findings
-            found = differences_of_all(self.mesh, found)
+            differences = differences_of_all(self.mesh, differences)
         has_slices = self.twin.is_exact
-        disagreement = persistent(first.record, other.record, meshes, found, has_slices=has_slices)
+        disagreement = persistent(
+            first.record, other.record, meshes, differences, has_slices=has_slices
+        )
         if not has_slices:
             disagreement = disagreement._replace(text=f"{disagreement.text}. {CAUSES}")
         return [*findings, disagreement]
@@ -323,7 +327,9 @@ class AuditedStep:
             raise AuditError(text)
         warnings.warn(text, RuntimeWarning, stacklevel=4)
 
-    def _table(self, number: int, findings: Sequence[Finding], found: Sequence[Difference]) -> str:
+    def _table(
+        self, number: int, findings: Sequence[Finding], differences: Sequence[Difference]
+    ) -> str:
         """Return the table of an outcome: a title, findings, and differences by kind."""
         layout, other_layout = self.twin.names
         layouts = f"{layout} against {other_layout}"
@@ -334,16 +340,16 @@ class AuditedStep:
         if not findings:
             return lines[0]
         for kind in ("gradient", *KINDS.values()):
-            of_kind = [difference for difference in found if difference.kind == kind]
+            of_kind = [difference for difference in differences if difference.kind == kind]
             lines.append(f"  {kind:<10} {self._described(of_kind)}")
         return "\n".join(lines)
 
-    def _described(self, found: Sequence[Difference]) -> str:
+    def _described(self, differences: Sequence[Difference]) -> str:
         """Return the first of the differences of a kind, and the number of leaves."""
-        if not found:
+        if not differences:
             return "equal" if self.twin.is_exact else "equal up to rounding"
-        first = found[0]
-        leaves = {difference.leaf for difference in found}
+        first = differences[0]
+        leaves = {difference.leaf for difference in differences}
         others = f"; {len(leaves)} leaves differ" if len(leaves) > 1 else ""
         return (
             f"{first.name} is {first.value}, in the other layout {first.other}, on "

@@ -75,23 +75,27 @@ def differences(
         dtype: whose roundings are allowed; None: bits are equal.
     """
     if not mesh.is_member:
-        largest_of_all(mesh, [0.0] * len(Leaves.of(tree).leaves) if dtype else [])
+        if dtype is not None:  # the members' numbers are broadcast to this process too
+            largest_of_all(mesh, [0.0] * len(Leaves.of(tree).leaves))
         return []
     leaves = Leaves.of(tree)
     others = Leaves.of(other).leaves
     bounds = _bounds(leaves.leaves, mesh, dtype)
-    found: list[Difference] = []
+    results: list[Difference] = []
     for path, leaf, another, bound in zip(leaves.paths, leaves.leaves, others, bounds, strict=True):
         name = path_text(path)
         if (leaf is None) != (another is None):
-            here, there = _presence(leaf), _presence(another)
-            found.append(Difference(kind, name, mesh.devices[0], [], here, there))
+            here = _presence(leaf)
+            there = _presence(another)
+            results.append(Difference(kind, name, mesh.devices[0], [], here, there))
         elif isinstance(leaf, Sharded):
-            found += _of_array(kind, name, leaf, another, mesh, bound)
+            results += _of_array(kind, name, leaf, another, mesh, bound)
         elif isinstance(leaf, Tensor):
             number = mesh.devices[local_devices(mesh)[0]]
-            found += _of_tensor(kind, name, leaf, another, number, bound, partial(_index_in, leaf))
-    return found
+            results += _of_tensor(
+                kind, name, leaf, another, number, bound, partial(_index_in, leaf)
+            )
+    return results
 
 
 def _presence(leaf: Any) -> str:
@@ -104,7 +108,9 @@ def _bounds(leaves: Sequence[Any], mesh: Mesh, dtype: torch.dtype | None) -> lis
         return [None] * len(leaves)
     sizes: list[float] = []
     for leaf in leaves:
-        shards = leaf.shards if isinstance(leaf, Sharded) else [leaf]
+        shards = [leaf]
+        if isinstance(leaf, Sharded):
+            shards = leaf.shards
         tensors = [x for x in shards if isinstance(x, Tensor) and _is_rounded(x)]
         sizes.append(max([largest(x) for x in tensors], default=0.0))
     sizes = largest_of_all(mesh, sizes)
@@ -120,14 +126,13 @@ def _is_rounded(x: Tensor) -> bool:
 def _of_array(
     kind: str, name: str, x: Sharded, other: Sharded, mesh: Mesh, bound: float | None
 ) -> list[Difference]:
-    found: list[Difference] = []
+    results: list[Difference] = []
     devices = local_devices(mesh)
     for device, shard, other_shard in zip(devices, x.shards, other.shards, strict=True):
         number = mesh.devices[device]
-
         index_of = partial(_index_of, x, device)
-        found += _of_tensor(kind, name, shard, other_shard, number, bound, index_of)
-    return found
+        results += _of_tensor(kind, name, shard, other_shard, number, bound, index_of)
+    return results
 
 
 def _index_of(x: Sharded, device: int, position: int) -> list[int]:

@@ -85,21 +85,21 @@ def faults_of_all(mesh: Mesh, run: Run, again: Run) -> list[Fault]:
     """Return where a run first differed from its repetition, on any device of its mesh."""
     local_faults = faults(run.record, again.record)
     local_sent = sent_otherwise(run.record, again.record)
-    found: list[Fault] = []
+    all_faults: list[Fault] = []
     sent: list[tuple[str, int, int]] = []
     for text in texts_of_all(mesh, json.dumps([local_faults, local_sent])):
         fault_rows, sent_rows = json.loads(text)
         for device, entry, leaf in fault_rows:
-            found.append(Fault(device, RecordEntry(*entry), leaf))
+            all_faults.append(Fault(device, RecordEntry(*entry), leaf))
         for subject, group, count in sent_rows:
             sent.append((subject, group, count))
-    return origins(found, sent)
+    return origins(all_faults, sent)
 
 
-def transient(found: Sequence[Fault], mesh: Mesh, where: str) -> list[Finding]:
+def transient(origin_faults: Sequence[Fault], mesh: Mesh, where: str) -> list[Finding]:
     """Return a finding for each device at fault."""
     findings: list[Finding] = []
-    for fault in found:
+    for fault in origin_faults:
         name = device_name(mesh, fault.device)
         entry = fault.entry
         text = f"{name} {entry.direction} another {entry} than when the step was repeated, {where}"
@@ -116,7 +116,7 @@ def persistent(
     first: StepRecord,
     other: StepRecord,
     meshes: tuple[Mesh, Mesh],
-    found: Sequence[Difference],
+    differences: Sequence[Difference],
     *,
     has_slices: bool,
 ) -> Finding:
@@ -125,7 +125,7 @@ def persistent(
     Args:
         first, other: the records of the two layouts.
         meshes: of both.
-        found: the differences of gradients and results, of all devices.
+        differences: the differences of gradients and results, of all devices.
         has_slices: True if slices have equal bits in both layouts.
     """
     if has_slices:
@@ -134,7 +134,7 @@ def persistent(
             finding = _unequal_slice(phase, tables, meshes)
             if finding is not None:
                 return finding
-    return _unequal_result(found, meshes[0])
+    return _unequal_result(differences, meshes[0])
 
 
 SliceTable = Mapping[tuple[str, int, str], list[tuple[int, int]]]
@@ -188,10 +188,10 @@ def _devices(mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> str:
     return " and ".join([device_name(mesh, number) for _, number in pairs])
 
 
-def _unequal_result(found: Sequence[Difference], mesh: Mesh) -> Finding:
+def _unequal_result(differences: Sequence[Difference], mesh: Mesh) -> Finding:
     """Return the first kind of result that differs: gradients, then state, then the others."""
     order = ("gradient", "state", "parameter", "buffer", "metric")
-    first = min(found, key=lambda difference: order.index(difference.kind))
+    first = min(differences, key=lambda difference: order.index(difference.kind))
     phases = {"gradient": "reduced gradient", "state": "update", "parameter": "update"}
     phase = phases.get(first.kind, first.kind)
     text = (
@@ -201,9 +201,9 @@ def _unequal_result(found: Sequence[Difference], mesh: Mesh) -> Finding:
     return Finding(phase, first.device, first.leaf, text)
 
 
-def differences_of_all(mesh: Mesh, found: Sequence[Difference]) -> list[Difference]:
-    """Return the differences that all devices of a mesh have found."""
+def differences_of_all(mesh: Mesh, local_differences: Sequence[Difference]) -> list[Difference]:
+    """Return the differences on all devices of a mesh, from those of each."""
     gathered: list[Difference] = []
-    for text in texts_of_all(mesh, json.dumps(found)):
+    for text in texts_of_all(mesh, json.dumps(local_differences)):
         gathered += [Difference(*row) for row in json.loads(text)]
     return gathered

@@ -191,7 +191,10 @@ def _entry_of(direction: Direction, message: RecordedMessage) -> RecordEntry:
 
 @torch.no_grad()
 def copies_of(tree: PyTree) -> PyTree:
-    """Return a tree of copies of all shards and tensors; ties stay ties."""
+    """Return a tree of copies of all shards and tensors, as a step may write its arguments in place.
+
+    Ties stay ties.
+    """
 
     def copy(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -206,9 +209,12 @@ def copies_of(tree: PyTree) -> PyTree:
 def digest_of(x: Any) -> int:
     """Return a digest of the bits of a tensor, or of all tensors of a tree."""
     if isinstance(x, Tensor):
-        return 0 if x.is_meta else digest(x)
+        if x.is_meta:  # without values, as outside of a mesh
+            return 0
+        return digest(x)
     leaves, _ = flatten_shards(x)
-    return hash(tuple([digest_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]))
+    digests = [digest_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    return hash(tuple(digests))  # of integers it is equal in all processes, unlike that of texts
 
 
 class Fault(NamedTuple):
@@ -227,13 +233,13 @@ class Fault(NamedTuple):
 
 def faults(record: StepRecord, other: StepRecord) -> list[Fault]:
     """Return the first difference of each device from another record of the same step."""
-    found: list[Fault] = []
+    first_faults: list[Fault] = []
     for number, device in record.devices.items():
         other_device = other.devices.get(number, DeviceRecord())
         entry = device.first_difference(other_device)
         if entry is not None:
-            found.append(Fault(number, entry, device.leaf_from(entry, other_device)))
-    return found
+            first_faults.append(Fault(number, entry, device.leaf_from(entry, other_device)))
+    return first_faults
 
 
 def sent_otherwise(record: StepRecord, other: StepRecord) -> list[tuple[str, int, int]]:
@@ -244,17 +250,17 @@ def sent_otherwise(record: StepRecord, other: StepRecord) -> list[tuple[str, int
     return messages
 
 
-def origins(found: Sequence[Fault], sent: Iterable[tuple[str, int, int]]) -> list[Fault]:
+def origins(candidates: Sequence[Fault], sent: Iterable[tuple[str, int, int]]) -> list[Fault]:
     """Return the faults that no message explains, which another device has sent otherwise.
 
     Args:
-        found: the first difference of each device.
+        candidates: the first difference of each device.
         sent: the messages that devices have sent with other values.
     """
     explanations = {*sent}
     unexplained: list[Fault] = []
-    for fault in found:
+    for fault in candidates:
         is_explained = fault.entry.direction == "received" and fault.entry.message in explanations
         if not is_explained:
             unexplained.append(fault)
-    return unexplained or [*found]
+    return unexplained or [*candidates]

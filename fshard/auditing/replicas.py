@@ -85,7 +85,7 @@ def described(replica: UnequalReplicas, mesh: Mesh, when: str) -> str:
 
 def replicated_leaves(trees: Mapping[str, PyTree], mesh: Mesh) -> list[ReplicatedLeaf]:
     """Return the leaves of some trees, by name, that several devices of a mesh hold."""
-    found: list[ReplicatedLeaf] = []
+    replicated: list[ReplicatedLeaf] = []
     for kind, tree in trees.items():
         leaves = Leaves.of(tree)
         for path, leaf in zip(leaves.paths, leaves.leaves, strict=True):
@@ -98,8 +98,10 @@ def replicated_leaves(trees: Mapping[str, PyTree], mesh: Mesh) -> list[Replicate
                 shards = (leaf,)
             axes = tuple([axis for axis in axes if mesh.shape[axis] > 1])
             if axes and shards:
-                found.append(ReplicatedLeaf(f"{kind} {path_text(path)}".rstrip(), axes, shards))
-    return found
+                replicated.append(
+                    ReplicatedLeaf(f"{kind} {path_text(path)}".rstrip(), axes, shards)
+                )
+    return replicated
 
 
 @torch.no_grad()
@@ -152,7 +154,7 @@ def _named(
         row.append([base, digest(shard)])
     table = gather_all(torch.tensor(row), everyone, site)  # (devices, leaves, 2)
 
-    found: list[UnequalReplicas] = []
+    unequal_leaves: list[UnequalReplicas] = []
     for number, leaf in enumerate(leaves):
         by_group: dict[int, list[tuple[int, int]]] = {}
         for device, (base, value) in zip(everyone.members, table[:, number].tolist(), strict=True):
@@ -164,8 +166,8 @@ def _named(
             unequal += minority
             has_majority &= len(minority) < len(pairs)
         if unequal:
-            found.append(UnequalReplicas(leaf.name, sorted(unequal), has_majority))
-    return found
+            unequal_leaves.append(UnequalReplicas(leaf.name, sorted(unequal), has_majority))
+    return unequal_leaves
 
 
 def _minority(pairs: list[tuple[int, int]]) -> list[int]:

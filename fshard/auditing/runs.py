@@ -109,15 +109,15 @@ class Twin(NamedTuple):
             dtype = lowest_dtype(params, self.step.gradient.options.compute, options.reduce)
 
         grads = copied_like(other.record.grads, first.record.grads)
-        found = differences("gradient", first.record.grads, grads, mesh, dtype)
+        results = differences("gradient", first.record.grads, grads, mesh, dtype)
         for name, tree in first.results.items():
             other_tree = other.results[name]
             if name == "metrics":
                 tree, other_tree = self._metrics_here(tree, other_tree)
             else:
                 other_tree = copied_like(other_tree, tree)
-            found += differences(KINDS[name], tree, other_tree, mesh, dtype)
-        return found
+            results += differences(KINDS[name], tree, other_tree, mesh, dtype)
+        return results
 
     def _metrics_here(self, metrics: PyTree, others: PyTree) -> tuple[PyTree, PyTree]:
         """Return the metrics of both runs on the devices of the first.

@@ -107,17 +107,14 @@ class Checkpointing:
 
 def _tree(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> dict[str, Any]:
     """Return the tree of all that is given."""
-    objects = {
-        "model": model,
-        "optimizer": optimizer,
-        "lr_scheduler": lr_scheduler,
-        "dataloader": dataloader,
-    }
-    objects = {name: x for name, x in objects.items() if x is not None or name == "model"}
+    others = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "dataloader": dataloader}
+    given_others = {name: x for name, x in others.items() if x is not None}
+    objects = {"model": model, **given_others}
     expected_types = {"model": BoostedModel, "optimizer": BoostedOptimizer}
     errors = list[str]()
     for name, x in objects.items():
-        is_boosted = isinstance(x, expected_types.get(name, object)) and is_object(x)
+        expected_type = expected_types.get(name, object)
+        is_boosted = isinstance(x, expected_type) and is_object(x)
         if not is_boosted:
             errors.append(f"{name} must be as boost has returned it; got a {type(x).__name__}")
     if errors:

@@ -296,8 +296,10 @@ def share_sizes(tree: PyTree) -> list[int]:
     result: list[int] = []
     for device in range(size):
         column = division.column(device)
-        ranges = zip(entries, column.starts, column.stops, strict=True)
-        result.append(sum([(stop - start) * entry.itemsize for entry, start, stop in ranges]))
+        total = 0
+        for entry, start, stop in zip(entries, column.starts, column.stops, strict=True):
+            total += (stop - start) * entry.itemsize
+        result.append(total)
     return result
 
 
@@ -307,10 +309,8 @@ def local_index(x: Any, device: int) -> int:
     return x.mesh.local_index(device) if has_all_shards else 0
 
 
-def _entries(
-    stored: Sequence[tuple[NamedLeaf, tuple[int, ...], Any]], size: int
-) -> list[ArrayEntry]:
-    """Return the entries of arrays that are stored: leaf, offset in it, and array."""
+def _entries(stored: Sequence[Part], size: int) -> list[ArrayEntry]:
+    """Return the entries of arrays that are stored, on a number of devices."""
     # A plain tensor is equal on all devices, so it is stored as one that is replicated over them.
     replicated = Layout(Mesh((("device", size),), "abstract", "meta"))
     entries: list[ArrayEntry] = []
@@ -329,7 +329,8 @@ def _writers(meshes: Sequence[Mesh]) -> tuple[Mesh | None, Sequence[int]]:
     Raises if the meshes of arrays have different devices.
     """
     has_values = all(mesh.runtime != "abstract" for mesh in meshes)
-    if len({(mesh.devices, mesh.runtime) for mesh in meshes}) > 1 or not has_values:
+    sets_of_devices = {(mesh.devices, mesh.runtime) for mesh in meshes}
+    if len(sets_of_devices) > 1 or not has_values:
         names = ", ".join(map(str, meshes))
         raise CheckpointError(
             f"save: all arrays must be on the same devices, which have values; got {names}."

@@ -137,7 +137,7 @@ def read_sealed(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
     head, mark, body = data.partition(b',"checkpoint":')
     text = body.removesuffix(b"}\n")
-    is_sealed = mark and data == head + mark + text + b"}\n"
+    is_sealed = mark and data == head + mark + text + b"}\n"  # nothing stands before or after
     if not is_sealed or head != b'{"xxh3":"%s"' % digest(text).encode():
         raise CheckpointError(
             f"{path} is not as it was written (its digest differs). Restore another checkpoint."
@@ -187,14 +187,11 @@ def index_of(content: Any) -> Index:
             full_shape=tuple(full_shape),
         )
         arrays.append(entry)
-    return Index(
-        devices=content["devices"],
-        arrays=arrays,
-        ties=[(tuple(path), first) for path, first in content["ties"]],
-        values=[(tuple(path), value) for path, value in content["values"]],
-        metrics=dict(content.get("metrics", ())),
-        writers=[WriterFiles(*files) for files in content.get("writers", ())],
-    )
+    ties = [(tuple(path), first) for path, first in content["ties"]]
+    values = [(tuple(path), value) for path, value in content["values"]]
+    metrics = dict(content.get("metrics", ()))
+    writers = [WriterFiles(*files) for files in content.get("writers", ())]
+    return Index(content["devices"], arrays, ties, values, metrics, writers)
 
 
 def _invalid(path: Path, error: Exception) -> CheckpointError:
@@ -330,7 +327,8 @@ def read_manifest(folder: Path, writer: WriterFiles) -> list[str]:
         )
     try:
         digests = [bytes.fromhex(text).hex() for text in content["digests"]]
-        if (content["size"], len(digests)) != (writer.size, -(-writer.size // BLOCK)):
+        block_count = -(-writer.size // BLOCK)  # rounded up
+        if content["size"] != writer.size or len(digests) != block_count:
             raise ValueError(f"{len(digests)} digests of {content['size']} bytes")
     except (LookupError, TypeError, ValueError) as error:
         raise _invalid(path, error) from error

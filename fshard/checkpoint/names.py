@@ -72,7 +72,10 @@ def name_of(path: TreePath) -> str:
     >>> name_of(("state", "exp_avg", "blocks.3.w")), name_of(("groups", 0, [1]))
     ('state.exp_avg.blocks.3.w', 'groups.0.1')
     """
-    return ".".join(str(key[0]) if isinstance(key, list) else str(key) for key in path)
+    words: list[str] = []
+    for key in path:
+        words.append(str(key[0]) if isinstance(key, list) else str(key))
+    return ".".join(words)
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,9 @@ def opened(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
 
     def close(result: PyTree) -> PyTree:
         results = structure.flatten_up_to(result)
-        closed = [close_leaf(state) for close_leaf, state in zip(closes, results, strict=True)]
+        closed: list[Any] = []
+        for close_leaf, state in zip(closes, results, strict=True):
+            closed.append(close_leaf(state))
         return _optree.tree_unflatten(structure, closed)
 
     return _optree.tree_unflatten(structure, states), close
@@ -393,8 +398,9 @@ def _are_stages(node: Sequence[Any]) -> bool:
     if hasattr(node, "_fields") or not all(isinstance(stage, dict) for stage in node):
         return False
     keys = [*chain.from_iterable(node)]
-    are_different_names = len({*keys}) == len(keys) and all(isinstance(key, str) for key in keys)
-    return are_different_names and any("." in key for key in keys)
+    are_different = len({*keys}) == len(keys)
+    are_names = all(isinstance(key, str) for key in keys)
+    return are_different and are_names and any("." in key for key in keys)
 
 
 def build(items: Sequence[tuple[TreePath, Any]]) -> PyTree:

@@ -55,9 +55,10 @@ class RandomState:
         if torch.cuda.is_available():
             index = torch.cuda.current_device()  # initialises the generators of GPUs
             generators.append(_generator(torch.cuda.default_generators[index]))
-        return {
-            f"{number}.{generator.kind}": generator for number, generator in enumerate(generators)
-        }
+        by_name: dict[str, _Generator] = {}
+        for number, generator in enumerate(generators):
+            by_name[f"{number}.{generator.kind}"] = generator  # several may be of one kind
+        return by_name
 
     def now(self) -> Callable[[], None]:
         """Return a function that sets the generators of this process to their present states."""
@@ -78,7 +79,8 @@ class RandomState:
         if mesh is not None:
             layout = Layout(mesh, P("device"))
             rows = Sharded((mesh.size, rows.numel()), layout, (rows,))
-        return {"sizes": [[name, len(state)] for name, state in states.items()], "rows": rows}
+        sizes = [[name, len(state)] for name, state in states.items()]
+        return {"sizes": sizes, "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set all generators; that of a GPU if both sides have one."""
@@ -137,9 +139,8 @@ def _generator(x: Any) -> _Generator:
         bits: Any = x.bit_generator
         kind = type(bits).__name__
         get_state = partial(getattr, bits, "state")
-        return _Generator(
-            kind, get_state, partial(setattr, bits, "state"), partial(_seed_numpy, bits)
-        )
+        set_state = partial(setattr, bits, "state")
+        return _Generator(kind, get_state, set_state, partial(_seed_numpy, bits))
     raise TypeError(
         f"RandomState: generators must be of torch, numpy or Python; got {type(x).__name__}."
     )

@@ -95,7 +95,7 @@ class TreeSnapshot:
 
             shares[device] = []
             end = 0
-            for dtype, group in groupby(ranges, _dtype):
+            for dtype, group in groupby(ranges, _dtype):  # a view of the bytes has one dtype
                 run = [*group]
                 values = [x.values for x in run]
                 start = end
@@ -139,8 +139,10 @@ def snapshot_of(
             x.check_view()
     index = form.index.with_values(form.values(content.leaves), _numbers(metrics))
     shares = {device: [*_share(form, tensors, device)] for device in form.devices}
+    replicas: dict[int, list[str]] = {}
+    if compare:
+        replicas = _replica_digests(index.arrays, tensors, form.devices)
     writers = None if form.writers is None else form.writers.root
-    replicas = _replica_digests(index.arrays, tensors, form.devices) if compare else {}
     return TreeSnapshot(index, shares, replicas, writers)
 
 

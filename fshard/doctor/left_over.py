@@ -16,7 +16,7 @@ def left_over_files(folder: Path = FILES) -> str:
     Names have no process, so a file counts if it was last written before the start of the first
     process of this user that has torch and still runs: its owner has ended.
     """
-    oldest = int(_oldest_start_with_torch())
+    oldest = int(_oldest_start_with_torch())  # in whole seconds, as the command has it
     names: list[str] = []
     for path in sorted(folder.glob("fshard-*")):
         with suppress(OSError):  # its owner has removed it meanwhile
@@ -35,15 +35,23 @@ def left_over_files(folder: Path = FILES) -> str:
 
 def _oldest_start_with_torch() -> float:
     """Return the time at which the first of the processes with torch has started."""
-    boot = 0.0
-    for line in Path("/proc/stat").read_text().splitlines():
-        if line.startswith("btime "):
-            boot = float(line.split()[1])
+    boot = _boot_time()
+    ticks_per_second = os.sysconf("SC_CLK_TCK")
     starts: list[float] = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is of another user
             if "libtorch" in (process / "maps").read_text():
                 # The name, in brackets, may have spaces; the start is field 22.
-                fields = (process / "stat").read_text().rpartition(")")[2].split()
-                starts.append(boot + float(fields[19]) / os.sysconf("SC_CLK_TCK"))
+                _, _, text = (process / "stat").read_text().rpartition(")")
+                fields_from_third = text.split()
+                ticks = float(fields_from_third[22 - 3])  # since the boot
+                starts.append(boot + ticks / ticks_per_second)
     return min(starts, default=0.0)
+
+
+def _boot_time() -> float:
+    """Return the time at which this machine has started."""
+    for line in Path("/proc/stat").read_text().splitlines():
+        if line.startswith("btime "):
+            return float(line.split()[1])
+    return 0.0

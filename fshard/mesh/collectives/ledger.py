@@ -81,13 +81,15 @@ class Ledger(Tabular):
 
     def record(self, device: int, row: LedgerRow, sent: Fraction) -> None:
         """Add one call of one device."""
-        entry = self.devices.setdefault(device, {}).setdefault(row, Entry())
+        rows = self.devices.setdefault(device, {})
+        entry = rows.setdefault(row, Entry())
         entry.calls += 1
         entry.bytes += sent
 
     def record_move(self, device: int, source: Memory, target: Memory, count: int) -> None:
         """Add bytes that one device moved between two memories."""
-        self.moves.setdefault(device, Counter())[source, target] += count
+        counts = self.moves.setdefault(device, Counter())
+        counts[source, target] += count
 
     def record_link(self, sender: int, receiver: int, count: int) -> None:
         """Add bytes that one device sent to one other, in a reshard between meshes."""
@@ -156,7 +158,9 @@ class Ledger(Tabular):
                 continue
             entries: list[Entry] = []
             for row, entry in rows.items():
-                if collective in (None, row.collective) and axis in (None, *row.axes):
+                is_selected = collective in (None, row.collective)
+                is_along_axis = axis in (None, *row.axes)
+                if is_selected and is_along_axis:
                     entries.append(entry)
             selected.append(entries)
         return selected
@@ -235,7 +239,9 @@ def active() -> Sequence[CollectiveCounter]:
     ledgers = counting().ledgers
     if ledgers is not None:
         return ledgers
-    return _open if _open and _is_thread_of_autograd() else ()
+    if _open and _is_thread_of_autograd():
+        return _open
+    return ()
 
 
 def writing_to(ledgers: Sequence[CollectiveCounter]) -> AbstractContextManager[None]:

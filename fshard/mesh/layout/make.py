@@ -88,7 +88,8 @@ def make_mesh(
 def _as_numbers(devices: Any) -> tuple[int, ...]:
     """Return numbers of devices as a tuple."""
     numbers: list[Any] = []
-    if isinstance(devices, Iterable) and not isinstance(devices, str):
+    is_iterable = isinstance(devices, Iterable) and not isinstance(devices, str)
+    if is_iterable:
         numbers = [_as_size(number) for number in cast("Any", devices)]
     are_integers = all(isinstance(number, int) for number in numbers)
     if numbers and are_integers:
