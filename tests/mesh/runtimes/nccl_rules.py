@@ -376,8 +376,10 @@ class NcclRules(dist.ProcessGroup):
         return comm
 
     def post(self, op: Op, inputs: Sequence[Tensor], outputs: dict[int, Tensor]) -> Work:
-        self.engine.raise_failure()
         work = self.engine.works[op.id] = Work(self, op, inputs, outputs)
+        # In this order: a thread that aborts sets the failure, then ends all works. One that began
+        # in between would never end.
+        self.engine.raise_failure()
         self.engine.tell("post", op)
         return work
 

@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -412,6 +413,30 @@ def fail_on_one():
         fs.psum(torch.ones(2, device=mesh.device_type), "d")
 
     fs.run(main, mesh=mesh)
+
+
+class AbortingWorks(dict):
+    """The works of an engine that a thread aborts just before one begins."""
+
+    def __init__(self, engine):
+        super().__init__()
+        self.engine = engine
+
+    def __setitem__(self, key, work):
+        self.engine.abort()
+        super().__setitem__(key, work)
+
+
+def test_operation_that_starts_while_a_thread_aborts_raises_and_does_not_wait_for_ever():
+    """The thread that watches for losses aborts the groups beside the thread that trains."""
+    engine = object.__new__(nccl_rules.Engine)
+    engine.failure = ("", "")
+    engine.tell = lambda *_: None
+    engine.works = AbortingWorks(engine)
+    group = SimpleNamespace(engine=engine)
+    op = nccl_rules.Op(0, 0, ("world", ""), (0, 1), "all_reduce", (torch.float32,))
+    with pytest.raises(torch.distributed.DistBackendError, match="was aborted"):
+        nccl_rules.NcclRules.post(group, op, [], {})
 
 
 def test_hang_of_a_device_is_found_by_the_watch_and_names_the_call(tmp_path):
