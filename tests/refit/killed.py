@@ -1,8 +1,6 @@
 """A process of two that train and two that serve, for `test_kills`: it sends versions until one fails.
 
-    killed.py FOLDER DELTA       RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment
-
-It writes FOLDER/ready-RANK after the second version, and FOLDER/result-RANK when a send has raised:
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment. It writes FOLDER/ready-RANK after the second version, and FOLDER/result-RANK when a send has raised:
 its version, whether the engine has exactly that one, and when; then whether its own mesh still works.
 """
 
@@ -12,15 +10,12 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 
 import torch
 
 import fshard as fs
 from fshard import P
 from tests.refit.engine import MergedColumnParallel, Rank
-
-torch.set_num_threads(1)
 
 
 def full_values(version):
@@ -93,7 +88,3 @@ def send_until_one_fails(folder, *, delta):
     partial.rename(folder / f"result-{process}")
     sys.stdout.flush()
     os._exit(0)  # the others of its groups have failed, too: nothing is waited for
-
-
-if __name__ == "__main__":
-    send_until_one_fails(Path(sys.argv[1]), delta=sys.argv[2] == "delta")

@@ -6,22 +6,24 @@ The oracle is the loader of the engine: each survivor compares what it serves wi
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.sampled import THOROUGH
+from tests.refit.killed import send_until_one_fails
 
-ROOT = Path(__file__).parents[2]
 PROCESSES = 4
 KILLS = 100 if THOROUGH else 3
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["fshard", "tests.refit.killed"])
 
 
 @pytest.fixture
@@ -34,28 +36,19 @@ def start(tmp_path):
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         for rank in range(PROCESSES):
-            own = {
+            variables = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(PROCESSES),
                 "MASTER_ADDR": "localhost",
                 "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
             }
-            command = [sys.executable, str(Path(__file__).with_name("killed.py")), str(tmp_path)]
-            with (tmp_path / f"output-{rank}").open("w") as output:
-                started.append(
-                    subprocess.Popen(
-                        [*command, kind],
-                        env={**os.environ, **own},
-                        stdout=output,
-                        stderr=output,
-                    )
-                )
+            process = context.Process(target=run_process, args=(tmp_path, kind, variables))
+            process.start()
+            started.append(process)
         end = time.time() + 240
         while len([*tmp_path.glob("ready-*")]) < PROCESSES:
-            assert all(process.poll() is None for process in started), outputs(tmp_path)
+            assert all(process.is_alive() for process in started), outputs(tmp_path)
             assert time.time() < end, "the processes have not started"
             time.sleep(0.01)
         return started
@@ -63,7 +56,17 @@ def start(tmp_path):
     yield start
     for process in started:
         process.kill()
-        process.wait()
+        process.join()
+
+
+def run_process(folder, kind, variables):
+    """Be one of the processes, whose output is in a file."""
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    output = os.open(folder / f"output-{variables['RANK']}", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    send_until_one_fails(folder, delta=kind == "delta")
 
 
 def outputs(folder):
@@ -77,10 +80,10 @@ def test_kill_in_a_send_leaves_one_version_everywhere(start, tmp_path, kill):
     processes = start(draw.choice(["delta", "full"]))
 
     time.sleep(draw.random() * 0.2)
-    processes[victim].send_signal(signal.SIGKILL)
+    os.kill(processes[victim].pid, signal.SIGKILL)
     killed = time.time()
     for process in processes:
-        process.wait(60)
+        process.join(60)
 
     results = {}
     for rank in {*range(PROCESSES)} - {victim}:
