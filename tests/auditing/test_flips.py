@@ -45,9 +45,8 @@ def batch_of(number):
     return torch.randn(16, 6, generator=generator), torch.randn(16, 5, generator=generator)
 
 
-def drawn_flip(rng, stage):
-    """Draw a flip, and return it with the number of steps before."""
-    moment = rng.choice(MOMENTS)
+def drawn_flip(rng, moment):
+    """Draw a flip at a moment."""
     skipped = 0
     if moment == "activation":
         skipped = rng.randrange(2)
@@ -62,12 +61,10 @@ def drawn_flip(rng, stage):
     )
 
 
-def named(seed, tmp_path):
-    """Run with a drawn flip; return it, and the outcome of the audit."""
-    rng = random.Random(seed)
-    stage = rng.randrange(4)
+def named(rng, moment, stage, tmp_path):
+    """Run with a drawn flip; return it, the step, and the number of the audited one."""
     every = rng.choice([1, 2])
-    flip = drawn_flip(rng, stage)
+    flip = drawn_flip(rng, moment)
     step, params = make_step(stage, rng.randrange(4), flip, tmp_path, every)
     state = step.init(params)
     audited = every * rng.choice([1, 2])
@@ -81,8 +78,8 @@ def named(seed, tmp_path):
     return flip, step, audited
 
 
-def check_named(seed, tmp_path):
-    flip, step, audited = named(seed, tmp_path)
+def check_named(rng, moment, stage, tmp_path):
+    flip, step, audited = named(rng, moment, stage, tmp_path)
     assert flip.has_happened
     outcome = step.last
     assert not outcome.is_equal, flip
@@ -93,16 +90,18 @@ def check_named(seed, tmp_path):
     assert actual == (audited, flip.device, expected_leaf), (flip, outcome.text)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_flip_of_one_bit_is_named(seed, tmp_path):
-    check_named(seed, tmp_path)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_flip_of_one_bit_is_named(moment, stage, tmp_path):
+    check_named(random.Random(f"{moment} {stage}"), moment, stage, tmp_path)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("block", range(20))
 def test_flip_of_one_bit_is_named_in_a_thousand_draws(block, tmp_path):
-    for seed in range(1000 + 50 * block, 1050 + 50 * block):
-        check_named(seed, tmp_path / str(seed))
+    rng = random.Random(block)
+    for number in range(50):
+        check_named(rng, rng.choice(MOMENTS), rng.randrange(4), tmp_path / str(number))
 
 
 # -- other programs --------------------------------------------------------------------------------
