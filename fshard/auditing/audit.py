@@ -240,7 +240,7 @@ class AuditedStep:
         The arguments, of which the trial has copies, are donated, if the step donates its own.
         """
         first = run_recorded(self.step, arguments)
-        # The runs below draw again; the program goes on with the draws after its own step.
+        # The runs below draw again; the program continues with the draws after its own step.
         after = random_state()
         try:
             with uncounted():
@@ -264,7 +264,7 @@ class AuditedStep:
         """Run the step in the other layout; return what is at fault, and the differences."""
         other = trial.other(first)
         differences = self.twin.compare(first, other)
-        # All devices go on alike, since a diagnosis communicates.
+        # All devices continue alike, since a diagnosis communicates.
         if not is_any(self.mesh, bool(differences)):
             return [], differences
         differences = differences_of_all(self.mesh, differences)

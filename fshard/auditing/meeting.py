@@ -41,8 +41,8 @@ def texts_of_all(mesh: Mesh, text: str) -> list[str]:
         return [text]
     data = text.encode()
     (longest,) = largest_of_all(mesh, [float(len(data))])
-    # One longer than the longest: there is no tensor in an empty buffer. Texts are JSON, so none ends
-    # with a space.
+    # One longer than the longest, as there is no tensor in an empty buffer. Texts are JSON: none
+    # ends with a space.
     padded = data.ljust(int(longest) + 1)
     rows = _gathered_rows(mesh, torch.frombuffer(bytearray(padded), dtype=torch.uint8))
     return [bytes(row).decode().rstrip(" ") for row in rows]

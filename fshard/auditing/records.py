@@ -191,9 +191,9 @@ def _entry_of(direction: Direction, message: RecordedMessage) -> RecordEntry:
 
 @torch.no_grad()
 def copies_of(tree: PyTree) -> PyTree:
-    """Return a tree of copies of all shards and tensors, as a step may write its arguments in place.
+    """Return a tree of copies of all shards and tensors; ties stay ties.
 
-    Ties stay ties.
+    A step may write its arguments in place.
     """
 
     def copy(leaf: Any) -> Any:

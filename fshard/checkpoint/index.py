@@ -137,7 +137,7 @@ def read_sealed(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
     head, mark, body = data.partition(b',"checkpoint":')
     text = body.removesuffix(b"}\n")
-    is_sealed = mark and data == head + mark + text + b"}\n"  # nothing stands before or after
+    is_sealed = mark and data == head + mark + text + b"}\n"  # with nothing else
     if not is_sealed or head != b'{"xxh3":"%s"' % digest(text).encode():
         raise CheckpointError(
             f"{path} is not as it was written (its digest differs). Restore another checkpoint."

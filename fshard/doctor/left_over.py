@@ -16,7 +16,7 @@ def left_over_files(folder: Path = FILES) -> str:
     Names have no process, so a file counts if it was last written before the start of the first
     process of this user that has torch and still runs: its owner has ended.
     """
-    oldest = int(_oldest_start_with_torch())  # in whole seconds, as the command has it
+    oldest = int(_oldest_start_with_torch())  # in seconds, as in the command
     names: list[str] = []
     for path in sorted(folder.glob("fshard-*")):
         with suppress(OSError):  # its owner has removed it meanwhile

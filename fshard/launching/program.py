@@ -140,7 +140,7 @@ def _watch(running: list[_Running], n: int, signals: list[_Signal], store: TCPSt
             ended_at = now
             key = failure_key(one.rank)
             if code > 0 and store.check([key]):
-                ended_at = float(store.get(key))  # when the others went on without it
+                ended_at = float(store.get(key))  # since then the others run without it
             ends.append(End(one.rank, ended_at, code))
             if code != 0:
                 write_loss(f"process {one.rank} of {n} {in_words(code)}", len(running))

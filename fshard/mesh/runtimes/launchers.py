@@ -412,7 +412,7 @@ def report_failure() -> None:
         return
     info = read_variables(os.environ, os.getppid())
     assert info is not None  # the launcher has set all variables
-    with suppress(RuntimeError):  # the launcher is gone, and nobody wants to know
+    with suppress(RuntimeError):  # the launcher has ended
         store = TCPStore(
             info.address, info.port, is_master=False, timeout=timedelta(seconds=_REPORT_LIMIT)
         )
