@@ -23,12 +23,21 @@ LARGEST_SIZE = 2**40
 """A size above it is a mistake: a product of two would pass the integers of torch."""
 
 
+class OtherLayersError(PlanError):
+    """A configuration whose layers are those of no `Transformer`."""
+
+
 class ConfigReader:
-    """The values of a configuration; what is wrong with them is collected in `errors`."""
+    """The values of a configuration.
+
+    What is wrong with them is collected in `errors`; in `differences` how layers differ from those
+    of a `Transformer`.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
         self.errors: list[str] = []
+        self.differences: list[str] = []
 
     def integer(self, *keys: str, default: int | None = None) -> int:
         """Return the integer >= 1 of the first key that has a value; 0 after an error."""
@@ -74,10 +83,10 @@ class ConfigReader:
         return "silu"
 
     def refuse(self, key: str, *usual: Any, reason: str) -> None:
-        """Add an error if a key has another value than the usual ones, or None."""
+        """Add a difference if a key has another value than the usual ones, or None."""
         value = self.config.get(key)
         if value is not None and value not in usual:
-            self.errors.append(f"{reason}: {key} is {value!r}")
+            self.differences.append(f"{reason}: {key} is {value!r}")
 
     def _first(self, keys: tuple[str, ...]) -> tuple[str, Any]:
         for key in keys:
@@ -400,8 +409,8 @@ def fields_of_config(config: Mapping[str, Any], sequence: int | None) -> Fields:
     name = model_type_of(config)
     if name not in FAMILIES:
         raise PlanError(
-            f"plan: model_type must be one of {', '.join(FAMILIES)}; got {name!r}. Build the model "
-            "on the meta device, and give it to fs.plan.search."
+            f"plan: model_type must be one of {', '.join(FAMILIES)}; got {name!r}. Take "
+            "fs.plan.model_of_config, which builds modules of transformers."
         )
     reader = ConfigReader(config)
     fields = {**_usual_fields(reader, name, sequence), **FAMILIES[name](reader)}
@@ -414,9 +423,11 @@ def fields_of_config(config: Mapping[str, Any], sequence: int | None) -> Fields:
     if not reader.errors:
         _validate_heads(fields, reader.errors)
     if reader.errors:
-        raise PlanError(
-            f"plan: config.json of {name}: {'; '.join(reader.errors)}. A model with other layers: "
-            "build it on the meta device, and give it to fs.plan.search."
+        raise PlanError(f"plan: config.json of {name}: {'; '.join(reader.errors)}.")
+    if reader.differences:
+        raise OtherLayersError(
+            f"plan: config.json of {name}: {'; '.join(reader.differences)}. "
+            "Take fs.plan.model_of_config, which builds modules of transformers."
         )
     return _without_defaults(fields)
 
@@ -449,7 +460,6 @@ def _usual_fields(c: ConfigReader, name: str, sequence: int | None) -> Fields:
         kv_heads = c.integer("num_key_value_heads", default=heads or 1)
         head_dim = c.integer("head_dim", default=HEAD_DIMS.get(name, 0))
     is_usual = head_dim * heads == hidden
-    lengths = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     return {
         "layers": c.integer("num_hidden_layers", "n_layer", "n_layers"),
         "hidden": hidden,
@@ -457,10 +467,21 @@ def _usual_fields(c: ConfigReader, name: str, sequence: int | None) -> Fields:
         "heads": heads,
         "kv_heads": kv_heads,
         "vocab": c.integer("vocab_size"),
-        "sequence": sequence or c.integer(*lengths),
+        "sequence": sequence or longest_sequence(c),
         "head_dim": 0 if is_usual else head_dim,
         "tied": c.flag("tie_word_embeddings", name in TIED),
     }
+
+
+def longest_sequence(c: ConfigReader) -> int:
+    """Return the most tokens of a sample that a model takes."""
+    if not any([c.config.get(key) for key in _LENGTHS]):
+        c.errors.append("no number of tokens is named. Give one: sequence")
+        return 0
+    return c.integer(*_LENGTHS)
+
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 def _validate_heads(fields: Fields, errors: list[str]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import nn
 
-from fshard.errors import FshardError, PlanError
+from fshard.errors import PlanError
 from fshard.mesh.layout import PyTree
 from fshard.optim.contract import Optimizer
 from fshard.parallelism.value import Parallelism
@@ -277,8 +277,8 @@ def _trace_error(estimate: PlanEstimate, errors: dict[Parallelism, str]) -> str:
         errors[key] = ""
         try:
             estimate.tracer.cost(estimate.plan)
-        except (FshardError, ValueError, RuntimeError) as error:
-            errors[key] = str(error).partition("\n")[0]
+        except Exception as error:  # whatever the code of a module raises
+            errors[key] = str(error).partition("\n")[0] or type(error).__name__
     return errors[key]
 
 

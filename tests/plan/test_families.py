@@ -10,7 +10,7 @@ import torch
 
 from fshard import optim
 from fshard.errors import PlanError
-from fshard.plan import Transformer, cluster, search
+from fshard.plan import Transformer, cluster, model_of_config, search
 from fshard.plan.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
@@ -144,6 +144,56 @@ def test_search_plans_families_whose_layers_are_shared(name, options):
     assert {x.plan.tensor for x in plans} == {1, 2}
 
 
+OTHER_LAYERS = [
+    ("deepseek_v3", {"first_k_dense_replace": 0, "n_routed_experts": 8, "moe_intermediate_size": 24,
+                     "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
+                     "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+                     "v_head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 8}),
+    ("glm4", {"head_dim": 8}),
+    ("stablelm", {"qk_layernorm": True}),
+    ("opt", {"word_embed_proj_dim": 24, "ffn_dim": 80}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), OTHER_LAYERS)
+def test_model_of_config_with_other_layers_is_the_module_of_transformers(name, options):
+    config = config_of(name, options)
+
+    model, batch = model_of_config({**config.to_dict(), "model_type": name})
+
+    assert sum(x.numel() for x in model.parameters()) == count_parameters(config)
+    machine = cluster("h100", node=8)
+    options = {"devices": 2, "global_batch": 4, "optimizer": optim.sgd(0.1), "rows": 2}
+    plans = search(model, batch, cluster=machine, pipeline=1, recompute="never", **options)
+    assert plans[0].layers == 3
+    if name in ("deepseek_v3", "glm4"):  # the others have no program for shared layers
+        assert {x.plan.tensor for x in plans} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("nothing", {}, "or another one of transformers; got 'nothing'"),
+        ("mamba", {}, "must be of layers of attention; got 'mamba'"),
+        (
+            "deepseek_v3",
+            {"first_k_dense_replace": 3},
+            "equal layers; got first_k_dense_replace=3. Write 0",
+        ),
+        (
+            "glm4",
+            {"hidden_size": "wide"},
+            "must be one that transformers builds a language model of",
+        ),
+        ("t5", {}, "must be one that transformers builds a language model of"),
+    ],
+)
+def test_model_of_config_raises_one_line(name, change, message):
+    with pytest.raises(PlanError, match=message) as info:
+        model_of_config({**SIZES, "model_type": name, **change})
+    assert "\n" not in str(info.value)
+
+
 def test_from_config_reads_the_language_model_of_several_inputs():
     text = config_of("gemma3_text", HEAD).to_dict()
     outer = {"model_type": "gemma3", "vision_config": {"hidden_size": 8}, "text_config": text}
@@ -153,7 +203,10 @@ def test_from_config_reads_the_language_model_of_several_inputs():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type must be one of .*; got 'mamba'. Build the model"),
+        (
+            {"model_type": "mamba"},
+            "model_type must be one of .*; got 'mamba'. Take fs.plan.model_of",
+        ),
         ({"model_type": 3}, "model_type must be a name; got 3"),
         ({"kv_lora_rank": 8}, "attention must be that of a Llama: kv_lora_rank is 8"),
         ({"num_attention_heads": 5}, "heads must divide the hidden size, 48; got 5"),
