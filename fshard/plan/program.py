@@ -262,7 +262,12 @@ def _path_of_layers(model: nn.Module, blocks: str | None) -> str:
             "plan.search: the model must have its repeated layers in a ModuleList; got none. "
             "Name one: blocks=."
         )
-    path = blocks or max(lengths, key=lambda name: lengths[name])
+    # A list inside of another one is a part of a layer, such as a norm of each head.
+    outermost = dict[str, int]()
+    for name, length in lengths.items():
+        if not any([name.startswith(f"{other}.") for other in outermost]):
+            outermost[name] = length
+    path = blocks or max(outermost, key=lambda name: outermost[name])
     if path not in lengths:
         raise PlanError(
             f"plan.search: blocks must be a ModuleList of the model, {', '.join(lengths)}; "
