@@ -10,8 +10,8 @@ from fshard.plan.calibrate import calibrate
 from fshard.plan.cluster import Cluster, Efficiency, NetworkLink, cluster
 from fshard.plan.cost import Cost, OperationCost, cost
 from fshard.plan.estimate import PlanEstimate
+from fshard.plan.hugging_face.modules import model_of_config
 from fshard.plan.models import Transformer
-from fshard.plan.modules import model_of_config
 from fshard.plan.rank import RankedPlan, Ranking, rank
 from fshard.plan.search import Plans, search
 from fshard.plan.timing import Times

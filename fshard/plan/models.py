@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fshard.experts.module import MoE
-from fshard.plan.families import fields_of_config, read_config
+from fshard.plan.hugging_face.families import fields_of_config, read_config
 from fshard.transforms.module.remat import checkpoint_name, remat
 
 BIASED = ("qkv", "out", "mlp", "norm")
@@ -149,7 +149,7 @@ class Transformer:
 
         Args:
             source: path of the file or its folder, or its content, of a `model_type` in
-                `families.FAMILIES`: a Llama, Mistral, Mixtral, Qwen, Gemma, Phi, GPT-2, GPT-NeoX,
+                `fshard.plan.hugging_face.families.FAMILIES`: a Llama, Mistral, Mixtral, Qwen, Gemma, Phi, GPT-2, GPT-NeoX,
                 OPT, BLOOM, Falcon, StarCoder, OLMo and others.
             sequence: tokens of a sample; default: the most that the model takes.
 

@@ -11,7 +11,7 @@ import torch
 from fshard import optim
 from fshard.errors import PlanError
 from fshard.plan import Transformer, cluster, model_of_config, search
-from fshard.plan.families import FAMILIES
+from fshard.plan.hugging_face.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' own

@@ -115,7 +115,7 @@ def test_the_table_of_a_tiny_model_shows_no_zeros():
     plans = search(tiny, devices=4, cluster=H100, global_batch=8, optimizer=ADAMW)
 
     table = plans.table()
-    utilizations, gigabytes, remarks = (list(column.cells)[:5] for column in table.columns[6:])
+    utilizations, gigabytes, remarks = ([*column.cells][:5] for column in table.columns[-3:])
     for text in (*utilizations, *gigabytes, *remarks[1:]):
         assert re.search("[1-9]", text), text
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from fshard.errors import PlanError
 from fshard.mesh.layout import PyTree
-from fshard.plan.families import (
+from fshard.plan.hugging_face.families import (
     FAMILIES,
     ConfigReader,
     OtherLayersError,
