@@ -65,11 +65,11 @@ def run_plan(arguments: Sequence[str]) -> int:
     model, machine = model_and_machine(run)
     found = _searches(model, machine, options, constraints)
     plans = _joined(found.plans)
+    reasons = [each.why(layout) for layout in layouts for each in found.plans]
 
     sys.stdout.write(f"{plans.text(**vars(training))}\n")
     for error in found.errors:
         sys.stdout.write(f"{error}\n")
-    reasons = [each.why(layout) for layout in layouts for each in found.plans]
     for text in reasons:
         sys.stdout.write(f"\n{text}\n")
     if options.json is not None:
@@ -258,7 +258,12 @@ def model_and_machine(
 def cost_of_plan(path: str) -> Cost:
     """Return the cost of the program of a plan that `fshard plan -o` has written."""
     estimate, model = plan_of_file(path)
-    return estimate.cost(model.build() if isinstance(model, Transformer) else model)
+    module = model.build() if isinstance(model, Transformer) else model
+    try:
+        return estimate.cost(module)
+    except (ValueError, RuntimeError) as error:  # of numbers that no search has written
+        text = str(error).partition("\n")[0]
+        raise PlanError(f"explore: the plan of {path} must have a program; {text}") from None
 
 
 def plan_of_file(path: str) -> tuple[PlanEstimate, Transformer | nn.Module]:

@@ -419,7 +419,9 @@ def fields_of_config(config: Mapping[str, Any], sequence: int | None) -> Fields:
     if has_no_type and any([config.get(key) for key in expert_keys]):
         fields |= _experts(reader)
         fields["shared"] = reader.integer("shared_expert_intermediate_size", default=0)
-    reader.refuse("kv_lora_rank", 0, reason="attention must be that of a Llama")
+    if has_no_type:
+        reader.refuse("kv_lora_rank", 0, reason="attention must be that of a Llama")
+        reader.refuse("n_shared_experts", 0, reason="it must have a model_type")
     if not reader.errors:
         _validate_heads(fields, reader.errors)
     if reader.errors:

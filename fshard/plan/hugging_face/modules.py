@@ -61,7 +61,8 @@ def model_of_config(
         try:
             return Transformer.from_config(config, sequence=sequence), None
         except OtherLayersError:
-            pass
+            if "model_type" not in config:
+                raise
     module = _module_of_transformers(config, name)
     tokens = sequence or _longest_sequence(config, name)
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")

@@ -122,8 +122,10 @@ def layout_fields(layout: str | Mapping[str, Any] | Parallelism) -> dict[str, An
     if isinstance(layout, Mapping):
         return dict(layout)
     fields = dict[str, Any]()
-    # Fields of a table's column are separated by blanks.
-    separated = layout if "," in layout else ",".join(layout.split())
+    # Sizes are separated by blanks in tables.
+    words = layout.split()
+    are_fields = all(["=" in word for word in words])
+    separated = ",".join(words) if are_fields and "," not in layout else layout
     for part in _assignments(separated):
         name, equals, text = part.partition("=")
         name = name.strip()
