@@ -168,7 +168,7 @@ def _number(text: str) -> float:
     (15000000000000.0, 2.5)
     """
     suffix = text[-1:].upper()
-    digits = text[:-1] if suffix in SUFFIXES else text
+    digits = text.removesuffix(text[-1:]) if suffix in SUFFIXES else text
     try:
         number = float(digits) * SUFFIXES.get(suffix, 1.0)
     except ValueError:

@@ -138,7 +138,8 @@ class Plans(Tabular):
         """
         fields = as_constraints(layout_fields(layout))
         best = self.estimates[0]
-        tracer, batch = best.tracer, best.plan.rows_of_step
+        tracer = best.tracer
+        batch = best.plan.rows_of_step
         choices = plan_choices(fields, tracer.model.experts)
         counts = sorted({estimate.plan.devices for estimate in self.estimates})
         of_each_count = [

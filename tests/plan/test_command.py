@@ -101,7 +101,7 @@ def test_plan_with_constraints_has_no_other_layouts(capsys, config, tmp_path):
 
 
 WHY = [
-    ("tensor=2", "times as long as the best plan: "),
+    ("tensor=2,rows=2", "times as long as the best plan: "),
     ("model=2 data=2", "layers  "),
     ("data=3", "is rejected: data * pipeline * experts * sequence * tensor must be the number"),
     ("pipeline=4,schedule=interleaved,chunks=8", "must be at most the number of layers, 4"),
