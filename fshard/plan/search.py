@@ -154,8 +154,11 @@ class Plans(Tabular):
         rejected += passing_memory
         too_large = [plan for plan in rejected if plan.kind == "memory"]
         if too_large:
-            nearest = min(too_large, key=lambda plan: plan.peak)
-            return rejected_text(nearest.reason, PlanEstimate(nearest.plan, tracer))
+            # They are rejected by the least memory; the nearest of all is that by their schedules.
+            likely = sorted(too_large, key=lambda plan: plan.peak)[:LISTED]
+            simulated = [PlanEstimate(plan.plan, tracer) for plan in likely]
+            nearest = min(simulated, key=lambda estimate: estimate.peak)
+            return rejected_text(nearest.excess() or likely[0].reason, nearest)
         if rejected:
             return rejected_text(rejected[0].reason, None)
         # Fields that contradict each other are no candidates.

@@ -96,18 +96,22 @@ def _module_of_transformers(config: dict[str, Any], name: str) -> nn.Module:
 
     transformers.AttentionInterface.register(ATTENTION, _causal_attention)
     fields = {key: value for key, value in config.items() if key != "model_type"}
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # its warnings are about values, such as padding
     try:
-        kept_config: Any = transformers.AutoConfig.for_model(name, **{**fields, "use_cache": False})
+        full_config: Any = transformers.AutoConfig.for_model(name, **{**fields, "use_cache": False})
         with torch.device("meta"):
             module: Any = transformers.AutoModelForCausalLM.from_config(
-                kept_config, dtype=torch.bfloat16, attn_implementation=ATTENTION
+                full_config, dtype=torch.bfloat16, attn_implementation=ATTENTION
             )
     except Exception as error:  # whatever a wrong number makes its code raise
-        text = str(error).strip().partition("\n")[0]
+        text = str(error).strip().partition("\n")[0].rstrip(".")
         raise PlanError(
             f"plan: config.json of {name} must be one that transformers builds a language model "
             f"of; {type(error).__name__}: {text}."
         ) from None
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     if module._is_stateful:
         raise PlanError(
             f"plan: model_type must be of layers of attention; got {name!r}, whose recurrent "
