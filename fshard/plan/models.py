@@ -50,7 +50,7 @@ class Transformer:
             "parallel", of a layer whose attention and MLP read one input, each through a norm;
             "shared", the same through one norm.
         norm_weights: True if norms have weights.
-        qk_norm: norms of queries and keys: "none", of each "head", or of the whole "width".
+        qk_norm: norms of queries and keys: "none", of each "head", or of all heads ("width").
         positions: number of positions that have an embedding; 0: none is learned.
         embedding_norm: True if a norm follows the embedding.
 
