@@ -5,11 +5,11 @@ Each word of `COMMANDS` has a function, which gets the arguments behind the word
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from fshard.arguments import ArgumentParser
 from fshard.auditing.replay import run as replay
 from fshard.checkpoint import command as checkpoint
 from fshard.doctor.visit import visit
@@ -22,7 +22,8 @@ from fshard.testing.programs import command as certify
 USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard doctor [--processes N] [--device cpu|cuda] [--json]
        fshard certify FILE:NAME --mesh data=4 [--mesh data=2,model=2] [--steps N] [--json OUT]
-       fshard plan CONFIG --devices N --gpu NAME --global-batch N [--sequence N] [-o FILE]
+       fshard plan CONFIG --devices N[,N] --gpu NAME --global-batch N [--sequence N]
+                   [--tokens 15T] [--price P] [--tensor N[,N] ...] [--why LAYOUT] [-o FILE]
        fshard explore PLAN -o PAGE
        fshard calibrate [--processes N] [-o FILE]
        fshard checkpoint inspect PATH
@@ -46,7 +47,7 @@ replay   repeat a step whose layouts differed in an audit, on virtual devices
 def explore(arguments: Sequence[str]) -> int:
     """Write the page of a plan; return the exit status."""
     description = "Write the step of a plan as one HTML file."
-    parser = argparse.ArgumentParser(prog="fshard explore", description=description)
+    parser = ArgumentParser(prog="fshard explore", description=description)
     parser.add_argument("plan", help="the file of fshard plan -o")
     parser.add_argument("-o", "--out", default="plan.html", help="the page to write (%(default)s)")
     options = parser.parse_args(arguments)

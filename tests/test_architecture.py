@@ -26,6 +26,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Single modules below all packages, such as fshard/errors.py.
 GROUND = {
     "ambient",
+    "arguments",
     "copying",
     "errors",
     "foreign_names",
@@ -38,6 +39,7 @@ GROUND = {
 # package -> the packages it may import, besides itself. `fshard` is fshard/__init__.py.
 MAY_IMPORT = {
     "ambient": set(),
+    "arguments": {"errors"},
     "errors": set(),
     "source": {"ambient", "errors"},
     "foreign_names": set(),
@@ -104,6 +106,7 @@ MAY_IMPORT = {
         "recovery",
     },  # plans are of all of these
     "command": {
+        "arguments",
         "errors",
         "auditing",
         "launching",
