@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,12 +26,11 @@ from fshard.parallelism.tables import read_table
 from fshard.parallelism.value import Parallelism
 from fshard.plan.calibrate import calibrate
 from fshard.plan.cluster import PRESETS, Cluster, cluster
-from fshard.plan.cost import Cost
 from fshard.plan.estimate import PlanEstimate
 from fshard.plan.layers import LayerTracer
 from fshard.plan.models import Transformer
 from fshard.plan.program import layered_model
-from fshard.plan.search import search
+from fshard.plan.search import Plans, search
 
 OPTIMIZER = with_master_weights(adamw(3e-4))
 """The optimizer of a search."""
@@ -52,7 +51,7 @@ def run_plan(arguments: Sequence[str]) -> int:
     sys.stdout.write(f"{plans}\n")
     if options.out is not None:
         plans[0].save(options.out)
-        _append_run(options.out, run)
+        _append_run(options.out, run, plans)
     return 0
 
 
@@ -75,15 +74,23 @@ def _plan_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _append_run(path: str, run: Mapping[str, Any]) -> None:
-    """Append the table of arguments; the path of the model is from any folder."""
-    table = {**run, "config": str(Path(run["config"]).resolve())}
-    lines = ["", "[run]"]
-    for name, value in table.items():
-        if value is not None:
-            lines.append(f"{name} = {json.dumps(value)}")
+def _append_run(path: str, run: Mapping[str, Any], plans: Plans) -> None:
+    """Append the arguments, with the path of the model from any folder, and the best plans."""
+    table = {**run, "config": str(Path(run["config"]).resolve()), "tried": plans.tried}
+    lines = ["", "[run]", *_lines(table)]
+    for row in plans.rows():
+        lines += ["", "[[run.plans]]", *_lines(row)]
     with Path(path).open("a", encoding="utf-8") as file:
         file.write("\n".join([*lines, ""]))
+
+
+def _lines(values: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a table of TOML; None, which TOML has not, is left out."""
+    lines = list[str]()
+    for name, value in values.items():
+        if value is not None:
+            lines.append(f"{name} = {json.dumps(value)}")
+    return lines
 
 
 def model_and_machine(run: Mapping[str, Any]) -> tuple[Transformer, Cluster]:
@@ -92,17 +99,31 @@ def model_and_machine(run: Mapping[str, Any]) -> tuple[Transformer, Cluster]:
     return model, cluster(run["gpu"], node=run.get("node"))
 
 
-def cost_of_plan(path: str) -> Cost:
-    """Return the cost of the program of a plan that `fshard plan -o` has written."""
-    run = read_table(path, "explore").get("run", {})
-    if not {"config", "gpu"} <= run.keys():
+class SavedPlan(NamedTuple):
+    """A plan that `fshard plan -o` has written.
+
+    Args:
+        estimate: of the plan, on its machine.
+        model: the sizes of its model.
+        run: the arguments and the best plans of the search.
+    """
+
+    estimate: PlanEstimate
+    model: Transformer
+    run: Mapping[str, Any]
+
+
+def read_plan(path: str) -> SavedPlan:
+    """Return the plan of a file that `fshard plan -o` has written."""
+    run = read_table(path, "explore").get("run")
+    if not isinstance(run, Mapping) or not {"config", "gpu"} <= run.keys():
         raise PlanError(
             f"explore: {path} must be a file of `fshard plan -o`, with config and gpu in a table "
-            f"run; got {run}."
+            f"run; got {run!r:.60}."
         )
     model, machine = model_and_machine(run)
     tracer = LayerTracer(layered_model(model, None, OPTIMIZER, None, None), machine)
-    return PlanEstimate(Parallelism.load(path), tracer).cost(model.build())
+    return SavedPlan(PlanEstimate(Parallelism.load(path), tracer), model, run)
 
 
 def run_calibrate(arguments: Sequence[str]) -> int:

@@ -118,6 +118,25 @@ class Plans(Tabular):
         )
         return table
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the numbers of the ten best plans, and the term by which each is slower.
+
+        A plan is written by its fields, as in the text of a `Parallelism`.
+        """
+        rows = list[dict[str, Any]]()
+        for estimate in self.estimates[:SHOWN]:
+            fields = repr(estimate.plan).removeprefix("Parallelism(").removesuffix(")")
+            rows.append(
+                {
+                    "plan": fields,
+                    "seconds": estimate.seconds,
+                    "utilization": estimate.utilization(self.model_flops),
+                    "peak": float(estimate.peak),
+                    "reason": self.slower(estimate),
+                }
+            )
+        return rows
+
     def slower(self, estimate: PlanEstimate) -> str:
         """Return the term by which a plan is slower than the first; "" if there is none."""
         first = self.estimates[0]

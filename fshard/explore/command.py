@@ -1,0 +1,65 @@
+"""The command `fshard explore`: the page of a plan, of two, or of a recorded program."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fshard.errors import PlanError
+from fshard.explore.described import DescribedPlan, model_text, tokens_of
+from fshard.explore.page import page
+from fshard.plan.command import read_plan
+from fshard.torch_collectives import Recording
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Write the page; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="fshard explore",
+        description="Write a plan's step as one HTML file, or two with their differences, or the "
+        "collectives that a program has called.",
+    )
+    parser.add_argument(
+        "file", nargs="+", help="of fshard plan -o, or a recording (.json); one or two"
+    )
+    parser.add_argument("-o", "--out", default="plan.html", help="the page to write (%(default)s)")
+    options = parser.parse_args(arguments)
+    if len(options.file) > 2:
+        raise PlanError(f"explore: one or two files are needed; got {len(options.file)}.")
+    if not Path(options.out).absolute().parent.is_dir():
+        raise PlanError(f"explore: the folder of {options.out} must exist.")
+
+    shown: list[DescribedPlan | Recording] = []
+    for path in options.file:
+        shown.append(_opened(path))
+    first, *others = shown
+    path = page(first, options.out, compare=others[0] if others else None)
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _opened(path: str) -> DescribedPlan | Recording:
+    """Return what a file has: a recording, or a plan with its cost."""
+    if Path(path).suffix == ".json":
+        return Recording.load(path)
+    saved = read_plan(path)
+    estimate, model, search = saved.estimate, saved.model, saved.run
+    return DescribedPlan(
+        cost=estimate.cost(model.build()),
+        plan=estimate.plan,
+        model=f"{_name(search['config'])}: {model_text(estimate, model)}",
+        tokens=tokens_of(estimate),
+        flops=model.flops(estimate.plan.rows_of_step),
+        others=search.get("plans", ()),
+        tried=search.get("tried", 0),
+    )
+
+
+def _name(config: str) -> str:
+    """Return the name of a model: of its folder, or of a file that is not called config.json."""
+    path = Path(config)
+    is_named_by_folder = path.is_dir() or path.name == "config.json"
+    folder = path if path.is_dir() else path.parent
+    return folder.resolve().name if is_named_by_folder else path.stem

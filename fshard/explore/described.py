@@ -1,0 +1,160 @@
+"""`describe`: a plan in words and numbers, for the page of its cost.
+
+PlanEstimate, model ─> the cost of the program, model, layout, MFU, tokens a second
+Plans               ─> the next best plans, and the term by which each is slower
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from fshard.parallelism.value import Parallelism
+    from fshard.plan.cost import Cost
+    from fshard.plan.estimate import PlanEstimate
+    from fshard.plan.models import Transformer
+    from fshard.plan.search import Plans
+
+
+@dataclass(frozen=True)
+class DescribedPlan:
+    """The cost of a plan's program, and what the page says of the plan: see `describe`.
+
+    Args:
+        cost: of the program.
+        plan: its sizes and options.
+        model: in words.
+        tokens: of a step; 0 if the batch has none.
+        flops: of the model in a step, without those recomputed; None if they are not known.
+        others: the best plans of a search: see `Plans.rows`.
+        tried: the number of plans that the search compared; 0 without a search.
+    """
+
+    cost: Cost
+    plan: Parallelism
+    model: str
+    tokens: int = 0
+    flops: float | None = None
+    others: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
+    tried: int = 0
+
+    def facts(self) -> dict[str, str]:
+        """Return what the page says of the plan, by title."""
+        plan = self.plan
+        facts = {"model": self.model, "layout": layout_text(plan), "ZeRO": _zero_text(plan)}
+        facts["microbatches"] = (
+            f"{plan.microbatches:,} of {plan.rows:,} {_plural('sample', plan.rows)} on a device; "
+            f"{plan.rows_of_step:,} samples in a step"
+        )
+        if plan.in_stages:
+            stages = f", {plan.chunks} stages of a device" if (plan.chunks or 1) > 1 else ""
+            facts["schedule"] = f"{plan.schedule}{stages}"
+        facts["recomputed"] = "nothing" if plan.recompute == "never" else str(plan.recompute)
+        cluster = self.cost.cluster
+        facts["cluster"] = (
+            f"{self.cost.mesh.size:,} x {cluster.name}, {cluster.memory / 1e9:,.0f} GB each"
+        )
+        node = cluster.links[0].devices
+        if node:
+            facts["cluster"] += f", nodes of {node}"
+        return facts
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"
+
+
+def layout_text(plan: Parallelism) -> str:
+    """Return the sizes of a plan's axes: "pipe 2 x data 32"."""
+    sizes = [f"{axis} {n:,}" for axis, n in plan.axes.items() if n > 1]
+    return " × ".join(sizes) or "one device"
+
+
+_ZERO = (
+    "0: each device has all parameters, gradients and state",
+    "1: the optimizer's state is sharded",
+    "2: state and gradients are sharded",
+    "3: state, gradients and parameters are sharded",
+)
+
+
+def _zero_text(plan: Parallelism) -> str:
+    text = _ZERO[plan.zero_stage]
+    if plan.zero_stage and plan.data == 1:
+        text += ", on one device along data"
+    if plan.state_memory == "host":
+        text += "; the state is in the memory of the host"
+    return text
+
+
+def describe(
+    estimate: PlanEstimate, model: nn.Module | Transformer, *, plans: Plans | None = None
+) -> DescribedPlan:
+    """Return the cost of a plan's program with what `page` says of the plan.
+
+    Args:
+        estimate: of `fs.plan.search`.
+        model: that was searched.
+        plans: of the search; the page then lists the next best ones, and why they are not the best.
+
+    >>> import fshard as fs
+    >>> sizes = dict(hidden=64, ffn=128, heads=4, kv_heads=4, vocab=100, sequence=32)
+    >>> small = fs.plan.Transformer(layers=2, **sizes)
+    >>> options = dict(devices=2, cluster=fs.plan.cluster("h100"), global_batch=4, optimizer=fs.optim.adamw(0.1))
+    >>> plans = fs.plan.search(small, **options, tensor=1, pipeline=1, rows=1)
+    >>> described = describe(plans[0], small, plans=plans)
+    >>> described.facts()["model"], described.tokens
+    ('79.2 k parameters, 2 layers of width 64, 32 tokens a sample', 128)
+    """
+    module = model if isinstance(model, nn.Module) else model.build()
+    flops = None if isinstance(model, nn.Module) else model.flops(estimate.plan.rows_of_step)
+    return DescribedPlan(
+        cost=estimate.cost(module),
+        plan=estimate.plan,
+        model=model_text(estimate, model),
+        tokens=tokens_of(estimate),
+        flops=flops,
+        others=[] if plans is None else plans.rows(),
+        tried=0 if plans is None else plans.tried,
+    )
+
+
+def model_text(estimate: PlanEstimate, model: nn.Module | Transformer) -> str:
+    """Return the sizes of a model in words."""
+    if isinstance(model, nn.Module):
+        count = sum([x.numel() for x in model.parameters()])
+        return f"{type(model).__name__}, {count_text(count)} parameters, {estimate.layers} layers"
+    text = (
+        f"{count_text(model.parameters)} parameters, {model.layers} layers of width {model.hidden}"
+    )
+    if model.experts:
+        text += f", {model.experts} experts"
+    return f"{text}, {model.sequence:,} tokens a sample"
+
+
+def count_text(count: int) -> str:
+    """Write a large number with three digits.
+
+    >>> count_text(6_738_415_616), count_text(999)
+    ('6.74 B', '999')
+    """
+    for power, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= power:
+            return f"{count / power:#.3g} {name}"
+    return str(count)
+
+
+def tokens_of(estimate: PlanEstimate) -> int:
+    """Return the tokens of a step; 0 if a sample is no row of integers."""
+    model = estimate.tracer.model
+    first, *_ = [*_arguments(model.arguments(model.batch))]
+    is_row_of_tokens = first.ndim == 2 and not first.is_floating_point()
+    return estimate.plan.rows_of_step * first.shape[1] if is_row_of_tokens else 0
+
+
+def _arguments(arguments: Any) -> Sequence[Any]:
+    return [*arguments.values()] if isinstance(arguments, dict) else arguments
