@@ -56,7 +56,7 @@ class DescribedPlan:
         facts["recomputed"] = "nothing" if plan.recompute == "never" else str(plan.recompute)
         cluster = self.cost.cluster
         facts["cluster"] = (
-            f"{self.cost.mesh.size:,} x {cluster.name}, {cluster.memory / 1e9:,.0f} GB each"
+            f"{self.cost.mesh.size:,} × {cluster.name}, {cluster.memory / 1e9:,.0f} GB each"
         )
         node = cluster.links[0].devices
         if node:
@@ -139,12 +139,12 @@ def model_text(estimate: PlanEstimate, model: nn.Module | Transformer) -> str:
 def count_text(count: int) -> str:
     """Write a large number with three digits.
 
-    >>> count_text(6_738_415_616), count_text(999)
-    ('6.74 B', '999')
+    >>> count_text(6_738_415_616), count_text(272_000_000), count_text(999)
+    ('6.74 B', '272 M', '999')
     """
     for power, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= power:
-            return f"{count / power:#.3g} {name}"
+            return f"{f'{count / power:#.3g}'.rstrip('.')} {name}"
     return str(count)
 
 

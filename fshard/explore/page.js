@@ -482,7 +482,8 @@ function layLanes() {
     else if (plan.devices.length > 1) titles.push(`${plan.axes[plan.stage][0]} ${d}`);
     const h = plan.devices.length > 2 ? 11 : 18;
     if (isFolded(plan, device)) {
-      add({ h: 14, plan, device, lane: null, name: titles.at(-1) });
+      const letters = plans.length > 1 ? `${"AB"[p]} ` : "";
+      add({ h: 14, plan, device, lane: null, name: letters + titles.at(-1) });
       return;
     }
     if (titles.length) add({ h: 14, plan, device, title: titles.join(" · ") });
@@ -829,7 +830,8 @@ function table(head, rows) {
   const lines = rows.slice(0, MOST).map(line);
   const more = rows.length - MOST;
   if (more > 0) lines.push(`<tr><td colspan="9">and ${integer(more)} more</td></tr>`);
-  return `<table><tr>${head.map(title).join("")}</tr>${lines.join("")}</table>`;
+  const heads = head.some((x) => x.length) ? `<tr>${head.map(title).join("")}</tr>` : "";
+  return `<table>${heads}${lines.join("")}</table>`;
 }
 function row(name, number, isChosen) {
   return `tabindex="0" data-${name}="${number}" aria-selected="${isChosen}"`;
@@ -907,9 +909,8 @@ function termsOf(plan) {
   if (numbers.idle) terms.set("waits for stages", [numbers.idle, seconds]);
   if (numbers.copies) terms.set("waits at the end", [numbers.copies, seconds]);
   const fullest = plan.devices.reduce((a, b) => (b.peak > a.peak ? b : a));
-  for (const [size, purpose] of fullest.holders) {
-    const title = `memory: ${purpose}`;
-    terms.set(title, [(terms.get(title) || [0])[0] + size, bytes]);
+  for (const [purpose, size] of Object.entries(fullest.purposes)) {
+    terms.set(`memory: ${purpose}`, [size, bytes]);
   }
   for (const { collective, axes, sent } of plan.rows) {
     const title = `sent: ${collective} along ${axes.join(", ")}`;
@@ -948,9 +949,16 @@ function drawDetails() {
   }
   get("details").innerHTML = (leaf ? leafWords(plan, leaf) : "")
     + `<h2>Device ${integer(state.device)} <small>${words}</small></h2>`
-    + `<h3>At the peak</h3>${table(["for", ["bytes"], "source line"], holders)}`
+    + `<h3>At the peak</h3>${purposesOf(device)}${table(["for", ["bytes"], "source line"], holders)}`
     + `<h3>${plural(arrays.length, "array")}, ${total}</h3>`
     + table(["array", "local shape", ["bytes"]], rows);
+}
+/** Write the bytes at the peak by purpose, the most first. */
+function purposesOf({ purposes }) {
+  const sorted = Object.entries(purposes).sort((a, b) => b[1] - a[1]);
+  const words = sorted.map(([purpose, size]) => (
+    `<span>${square(palette.purposes[purpose])}${purpose} ${bytes(size)}</span>`));
+  return `<p class="legend">${words.join("")}</p>`;
 }
 /** Write the calls of a rank, in order. */
 function drawRank(plan, device) {
@@ -1046,6 +1054,7 @@ function drawLedger() {
 function drawLeaves() {
   const { leaves } = chosen();
   get("leaves-panel").hidden = inCalls;
+  get("save-leaves").hidden = inCalls;
   const words = state.filter.toLowerCase().split(/\s+/);
   const rows = [];
   leaves.forEach((leaf, number) => {

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -355,11 +355,17 @@ def _device(
 
     width_of_thin = width if len(events) > EVENTS else 0.0
     merged = _merged(units, inf) + _merged(events, width_of_thin)
-    holders = device.used.holders()[:_HOLDERS]
+    holders = device.used.holders()
+    purposes = Counter[str]()
+    for holder in holders:
+        purposes[holder.purpose] += holder.bytes
     return {
         "number": number,
         "peak": device.used.peak(),
-        "holders": [[size, purpose, _site_text(site)] for size, purpose, site in holders],
+        "holders": [
+            [size, purpose, _site_text(site)] for size, purpose, site in holders[:_HOLDERS]
+        ],
+        "purposes": dict(purposes),
         "lanes": [*lanes],
         "events": [event.as_list() for event in merged],
         "memory": [*highest.values()],

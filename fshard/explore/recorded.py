@@ -90,6 +90,7 @@ def _device(
         "sent": sum([call.sent for call in calls]),
         "peak": 0,
         "holders": [],
+        "purposes": {},
         "lanes": [*lanes],
         "events": lines + events,
         "memory": [],
