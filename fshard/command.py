@@ -21,7 +21,8 @@ from fshard.testing.programs import command as certify
 USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard doctor [--processes N] [--device cpu|cuda] [--json]
        fshard certify FILE:NAME --mesh data=4 [--mesh data=2,model=2] [--steps N] [--json OUT]
-       fshard plan CONFIG --devices N --gpu NAME --global-batch N [--sequence N] [-o FILE]
+       fshard plan CONFIG --devices N[,N] --gpu NAME --global-batch N [--sequence N]
+                   [--tokens 15T] [--price P] [--tensor N[,N] ...] [--why LAYOUT] [-o FILE]
        fshard explore PLAN [PLAN] [-o PAGE]
        fshard calibrate [--processes N] [-o FILE]
        fshard checkpoint inspect PATH

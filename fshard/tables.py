@@ -21,18 +21,24 @@ class Tabular:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return self._printed().export_text().rstrip()
+        return text_of(self.table())
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
         code_format = f'<pre style="{_STYLE}">{{code}}</pre>'
-        return self._printed().export_html(inline_styles=True, code_format=code_format)
+        return _printed(self.table()).export_html(inline_styles=True, code_format=code_format)
 
-    def _printed(self) -> Console:
-        from rich.console import Console  # slow to import
 
-        console = Console(file=StringIO(), width=_WIDTH, record=True, force_jupyter=False)
-        console.print(self.table())
-        return console
+def text_of(table: Table) -> str:
+    """Return a rich table as text."""
+    return _printed(table).export_text().rstrip()
+
+
+def _printed(table: Table) -> Console:
+    from rich.console import Console  # slow to import
+
+    console = Console(file=StringIO(), width=_WIDTH, record=True, force_jupyter=False)
+    console.print(table)
+    return console

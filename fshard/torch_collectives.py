@@ -139,7 +139,7 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        operator = func.overloadpacket.__name__
+        operator: str = func.overloadpacket.__name__
         collective = _NAMES.get(operator, operator.rstrip("_"))
         names = [argument.name for argument in func._schema.arguments]
         values = {**dict(zip(names, args, strict=False)), **kwargs}

@@ -26,9 +26,11 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Single modules below all packages, such as fshard/errors.py.
 GROUND = {
     "ambient",
+    "arguments",
     "copying",
     "errors",
     "foreign_names",
+    "torch_collectives",
     "randomness",
     "source",
     "tables",
@@ -38,9 +40,11 @@ GROUND = {
 # package -> the packages it may import, besides itself. `fshard` is fshard/__init__.py.
 MAY_IMPORT = {
     "ambient": set(),
+    "arguments": {"errors"},
     "errors": set(),
     "source": {"ambient", "errors"},
     "foreign_names": set(),
+    "torch_collectives": {"errors", "source"},
     "randomness": set(),
     "tables": set(),
     "rounding": set(),
@@ -84,7 +88,14 @@ MAY_IMPORT = {
     "auditing": GROUND | {"mesh", "optim", "transforms", "checkpoint"},
     "launching": GROUND | {"mesh"},
     "explore": GROUND
-    | {"mesh", "transforms", "optim", "pipeline", "plan"},  # a page shows the cost of a plan
+    | {
+        "mesh",
+        "transforms",
+        "optim",
+        "pipeline",
+        "parallelism",
+        "plan",
+    },  # a page shows the cost of a plan
     "report": GROUND | {"mesh"},
     "testing": GROUND
     | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it uses the public API
@@ -103,6 +114,7 @@ MAY_IMPORT = {
         "recovery",
     },  # plans are of all of these
     "command": {
+        "arguments",
         "errors",
         "auditing",
         "launching",

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fshard.arguments import ArgumentParser
 from fshard.errors import PlanError
-from fshard.explore.described import DescribedPlan, model_text, tokens_of
+from fshard.explore.described import DescribedPlan, described
 from fshard.explore.page import page
-from fshard.plan.command import read_plan
+from fshard.plan.command import plan_of_file
+from fshard.plan.models import Transformer
 from fshard.torch_collectives import Recording
 
 
 def run(arguments: Sequence[str]) -> int:
     """Write the page; return the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="fshard explore",
         description="Write a plan's step as one HTML file, or two with their differences, or the "
         "collectives that a program has called.",
@@ -44,17 +45,17 @@ def _opened(path: str) -> DescribedPlan | Recording:
     """Return what a file has: a recording, or a plan with its cost."""
     if Path(path).suffix == ".json":
         return Recording.load(path)
-    saved = read_plan(path)
-    estimate, model, search = saved.estimate, saved.model, saved.run
-    return DescribedPlan(
-        cost=estimate.cost(model.build()),
-        plan=estimate.plan,
-        model=f"{_name(search['config'])}: {model_text(estimate, model)}",
-        tokens=tokens_of(estimate),
-        flops=model.flops(estimate.plan.rows_of_step),
-        others=search.get("plans", ()),
-        tried=search.get("tried", 0),
-    )
+    saved = plan_of_file(path)
+    model = saved.model
+    module = model.build() if isinstance(model, Transformer) else model
+    name = _name(saved.run["config"])
+    try:
+        return described(
+            saved.estimate, module, name, saved.run.get("plans", ()), saved.run.get("tried", 0)
+        )
+    except (ValueError, RuntimeError) as error:  # such as more stages than layers
+        first_line = str(error).partition("\n")[0]
+        raise PlanError(f"explore: the program of {path} does not run: {first_line}") from None
 
 
 def _name(config: str) -> str:

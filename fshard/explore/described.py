@@ -29,7 +29,7 @@ class DescribedPlan:
         plan: its sizes and options.
         model: in words.
         tokens: of a step; 0 if the batch has none.
-        flops: of the model in a step, without those recomputed; None if they are not known.
+        flops: of the model in a step, without those recomputed: see `PlanEstimate.model_flops`.
         others: the best plans of a search: see `Plans.rows`.
         tried: the number of plans that the search compared; 0 without a search.
     """
@@ -38,14 +38,16 @@ class DescribedPlan:
     plan: Parallelism
     model: str
     tokens: int = 0
-    flops: float | None = None
+    flops: float = 0.0
     others: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
     tried: int = 0
 
     def facts(self) -> dict[str, str]:
         """Return what the page says of the plan, by title."""
+        from fshard.plan.tables.layout import sizes_text  # plans are loaded where there is one
+
         plan = self.plan
-        facts = {"model": self.model, "layout": layout_text(plan), "ZeRO": _zero_text(plan)}
+        facts = {"model": self.model, "layout": sizes_text(plan), "ZeRO": _zero_text(plan)}
         facts["microbatches"] = (
             f"{plan.microbatches:,} of {plan.rows:,} {_plural('sample', plan.rows)} on a device; "
             f"{plan.rows_of_step:,} samples in a step"
@@ -66,12 +68,6 @@ class DescribedPlan:
 
 def _plural(noun: str, count: int) -> str:
     return noun if count == 1 else f"{noun}s"
-
-
-def layout_text(plan: Parallelism) -> str:
-    """Return the sizes of a plan's axes: "pipe 2 x data 32"."""
-    sizes = [f"{axis} {n:,}" for axis, n in plan.axes.items() if n > 1]
-    return " × ".join(sizes) or "one device"
 
 
 _ZERO = (
@@ -108,32 +104,37 @@ def describe(
     >>> plans = fs.plan.search(small, **options, tensor=1, pipeline=1, rows=1)
     >>> described = describe(plans[0], small, plans=plans)
     >>> described.facts()["model"], described.tokens
-    ('79.2 k parameters, 2 layers of width 64, 32 tokens a sample', 128)
+    ('79.2 k parameters, 2 layers, 32 tokens a sample', 128)
     """
     module = model if isinstance(model, nn.Module) else model.build()
-    flops = None if isinstance(model, nn.Module) else model.flops(estimate.plan.rows_of_step)
+    rows = [] if plans is None else plans.rows()
+    tried = 0 if plans is None else plans.tried
+    return described(estimate, module, "", rows, tried)
+
+
+def described(
+    estimate: PlanEstimate,
+    module: nn.Module,
+    name: str,
+    others: Sequence[Mapping[str, Any]],
+    tried: int,
+) -> DescribedPlan:
+    """Return the cost of a plan's program, with the numbers of its model."""
+    layered = estimate.tracer.model
+    text = f"{count_text(layered.parameters)} parameters, {layered.layers} layers"
+    if layered.experts:
+        text += f", {layered.experts} experts"
+    if layered.tokens is not None:
+        text += f", {layered.tokens:,} tokens a sample"
     return DescribedPlan(
         cost=estimate.cost(module),
         plan=estimate.plan,
-        model=model_text(estimate, model),
-        tokens=tokens_of(estimate),
-        flops=flops,
-        others=[] if plans is None else plans.rows(),
-        tried=0 if plans is None else plans.tried,
+        model=f"{name}: {text}" if name else text,
+        tokens=(layered.tokens or 0) * estimate.plan.rows_of_step,
+        flops=estimate.model_flops,
+        others=others,
+        tried=tried,
     )
-
-
-def model_text(estimate: PlanEstimate, model: nn.Module | Transformer) -> str:
-    """Return the sizes of a model in words."""
-    if isinstance(model, nn.Module):
-        count = sum([x.numel() for x in model.parameters()])
-        return f"{type(model).__name__}, {count_text(count)} parameters, {estimate.layers} layers"
-    text = (
-        f"{count_text(model.parameters)} parameters, {model.layers} layers of width {model.hidden}"
-    )
-    if model.experts:
-        text += f", {model.experts} experts"
-    return f"{text}, {model.sequence:,} tokens a sample"
 
 
 def count_text(count: int) -> str:
@@ -146,15 +147,3 @@ def count_text(count: int) -> str:
         if count >= power:
             return f"{f'{count / power:#.3g}'.rstrip('.')} {name}"
     return str(count)
-
-
-def tokens_of(estimate: PlanEstimate) -> int:
-    """Return the tokens of a step; 0 if a sample is no row of integers."""
-    model = estimate.tracer.model
-    first, *_ = [*_arguments(model.arguments(model.batch))]
-    is_row_of_tokens = first.ndim == 2 and not first.is_floating_point()
-    return estimate.plan.rows_of_step * first.shape[1] if is_row_of_tokens else 0
-
-
-def _arguments(arguments: Any) -> Sequence[Any]:
-    return [*arguments.values()] if isinstance(arguments, dict) else arguments

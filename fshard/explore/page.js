@@ -771,7 +771,7 @@ function tip(event, words) {
 // -- numbers, details, tables ---------------------------------------------------------------------
 const TILES = {
   seconds: ["step", seconds],
-  mfu: ["MFU", percent, "the model's operations, without recomputed ones, over the peak of all devices"],
+  mfu: ["MFU", percent, data.mfu],
   tokens: ["tokens a second", (x) => scaled(x, "").trim()],
   peak: ["peak memory", bytes],
   utilization: ["of peak FLOP/s", percent, "all operations, recomputed ones too"],
@@ -865,11 +865,11 @@ function drawWhy() {
   const [{ others, tried, numbers }] = plans;
   get("why-panel").hidden = !others.length;
   get("facts-panel").classList.toggle("wide", !others.length);
-  const rows = others.map(({ plan, seconds: time, utilization, peak, reason }, i) => [
+  const rows = others.map(({ plan, seconds: time, mfu, peak, reason }, i) => [
     i ? "" : 'class="best"',
     escaped(plan),
     [seconds(time)],
-    [percent(utilization)],
+    [percent(mfu)],
     [bytes(peak)],
     escaped(i ? reason || "as fast" : "the best"),
   ]);

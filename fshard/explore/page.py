@@ -110,6 +110,7 @@ def document(
     compare: Cost | DescribedPlan | Recording | None = None,
 ) -> dict[str, Any]:
     """Return all that a page shows, of one report or of two."""
+    from fshard.plan.tables.summary import DEFINITION
     from fshard.plan.trace import PURPOSES
 
     shown = [report] if compare is None else [report, compare]
@@ -120,6 +121,7 @@ def document(
         )
     return {
         "clock": "calls" if isinstance(report, Recording) else "seconds",
+        "mfu": DEFINITION,
         "purposes": PURPOSES,
         "fills": [fill(shard) for shard in range(11)],
         "colours": {
@@ -151,9 +153,8 @@ def _described(described: DescribedPlan) -> dict[str, Any]:
     cost = described.cost
     plan = _plan(cost)
     numbers: dict[str, float] = {"seconds": cost.seconds}
-    if described.flops is not None:
-        numbers["mfu"] = cost.utilization(described.flops)
-        del plan["numbers"]["utilization"]  # one number of utilization on a page
+    numbers["mfu"] = described.flops / (cost.seconds * cost.mesh.size * cost.cluster.peak("bf16"))
+    del plan["numbers"]["utilization"]  # one number of utilization on a page
     if described.tokens:
         numbers["tokens"] = described.tokens / cost.seconds
     facts = described.facts()
@@ -241,6 +242,8 @@ def _add_units(
     units: dict[int, dict[str, None]] = defaultdict(dict)
     for device in devices:
         for event in device["events"]:
+            row: int
+            unit: int
             *_, row, unit = event
             if row >= 0 and names[unit]:
                 units[row][names[unit]] = None

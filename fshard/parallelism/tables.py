@@ -28,7 +28,7 @@ def read_table(source: Mapping[str, Any] | str | PathLike[str], caller: str) -> 
         return source
     path = Path(source)
     if path.suffix == ".py":
-        raise ValueError(
+        raise PlanError(
             f"{caller}: config must be a dict or a file of TOML or JSON; got {str(path)!r}."
             f"{hint('a Python file')}"
         )
@@ -47,7 +47,7 @@ def fields_of(
     outer = read_table(source, caller)
     table = outer.get("parallel", outer)
     if not isinstance(table, Mapping):
-        raise ValueError(
+        raise PlanError(
             f"{caller}: parallel must be a dict of data, experts, pipeline and tensor, "
             f"got {table!r}."
         )

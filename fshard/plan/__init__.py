@@ -10,6 +10,7 @@ from fshard.plan.calibrate import calibrate
 from fshard.plan.cluster import Cluster, Efficiency, NetworkLink, cluster
 from fshard.plan.cost import Cost, OperationCost, cost
 from fshard.plan.estimate import PlanEstimate
+from fshard.plan.hugging_face.modules import model_of_config
 from fshard.plan.models import Transformer
 from fshard.plan.rank import RankedPlan, Ranking, rank
 from fshard.plan.search import Plans, search
@@ -36,6 +37,7 @@ __all__ = [
     "calibrate",
     "cluster",
     "cost",
+    "model_of_config",
     "rank",
     "search",
 ]

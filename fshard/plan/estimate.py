@@ -242,13 +242,33 @@ class PlanEstimate:
         of_microbatch = sum([device.flops for device in self.by_device])
         return of_microbatch * cast(int, self.plan.microbatches) * devices
 
-    def utilization(self, flops: float | None = None) -> float:
-        """Return the part of the peak operations in bfloat16 that are done.
+    @cached_property
+    def model_flops(self) -> int:
+        """The operations of the model in a step of all devices, without those recomputed.
 
-        If their number is given, the model's own operations count, without those recomputed.
+        They are those of matrix products and attention in a forward and a backward, as traced on
+        one device: operations that devices repeat, since they do not share a layer, count once.
         """
-        done = flops or self.flops
+        model = self.tracer.cost(Parallelism(data=1))
+        of_sample = model.first.flops + self.layers * model.layer.flops + model.last.flops
+        return of_sample * self.plan.rows_of_step
+
+    def utilization(self, flops: float | None = None) -> float:
+        """Return the model flops utilization: the part of the peak that the model's operations are.
+
+        Those that are recomputed do not count: see `model_flops`. The peak is that in bfloat16.
+
+        Args:
+            flops: instead of these.
+        """
+        done = self.model_flops if flops is None else flops
         return done / (self.seconds * self.plan.devices * self.cluster.peak("bf16"))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The tokens of all devices in a second; None if the batch has no token ids."""
+        of_sample = self.tracer.model.tokens
+        return None if of_sample is None else of_sample * self.plan.rows_of_step / self.seconds
 
     # -- texts ------------------------------------------------------------------------------------
 

@@ -5,9 +5,9 @@ They are given, or those of a `config.json` of Hugging Face: see `Transformer.fr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,31 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fshard.errors import PlanError
 from fshard.experts.module import MoE
+from fshard.plan.hugging_face.families import fields_of_config, read_config
 from fshard.transforms.module.remat import checkpoint_name, remat
 
-_KEYS = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
-    "ffn": ("intermediate_size", "n_inner"),
-    "heads": ("num_attention_heads", "n_head"),
-    "kv_heads": ("num_key_value_heads",),
-    "vocab": ("vocab_size",),
-    "sequence": ("max_position_embeddings", "n_positions"),
-}
-"""The sizes of a decoder, and their keys in `config.json`; those of GPT-2 come second."""
+BIASED = ("qkv", "out", "mlp", "norm")
+"""The parts that have a bias with `bias=True`; the head, "head", is seldom one of them."""
 
-_EXPERT_KEYS = {
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "top_k": ("num_experts_per_tok",),
-    "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
-    "shared": ("shared_expert_intermediate_size",),
-}
-"""The same of experts, whose names differ by family."""
-
-_OTHER_LAYERS = ("kv_lora_rank", "n_shared_experts", "first_k_dense_replace")
-"""Keys of models whose layers differ, or whose attention is compressed."""
+_ACTIVATIONS = {"silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu}
 
 
 @dataclass(frozen=True)
@@ -53,14 +36,26 @@ class Transformer:
         tied: True if the head is the embedding.
         attention: "fused"; or "formula", with scores in memory, or "recomputed", the same with
             scores that are recomputed.
-        bias: True if linear layers and norms have one.
+        bias: True if linear layers and norms have one; or the names of those that do, of "qkv",
+            "out", "mlp", "norm" and "head".
         dropout: the part of attention's scores and of each branch's result that is dropped.
         dtype: of its parameters.
         experts, top_k, expert_ffn: of each layer, instead of an MLP: their number, those of a
             token, and their width. 0: an MLP.
         shared: width of the network beside the experts.
+        shared_gate: True if that network's result is multiplied by a gate of each token.
+        head_dim: width of a head. 0: hidden / heads.
+        activation: of an MLP: "silu", "gelu" or "relu". "": SiLU if it is gated, else GELU.
+        norms: of a layer: "before" attention and before the MLP; "after" them; "around", both;
+            "parallel", of a layer whose attention and MLP read one input, each through a norm;
+            "shared", the same through one norm.
+        norm_weights: True if norms have weights.
+        qk_norm: norms of queries and keys: "none", of each "head", or of the whole "width".
+        positions: number of positions that have an embedding; 0: none is learned.
+        embedding_norm: True if a norm follows the embedding.
 
-    Norms are torch's fused layer norms, which cost as much as RMSNorm.
+    Norms are torch's fused layer norms, which cost as much as RMSNorm. Rotary embeddings and
+    windows of attention are left out.
 
     >>> sizes = dict(layers=2, hidden=64, ffn=256, heads=4, kv_heads=4, vocab=100, sequence=16)
     >>> small = Transformer(**sizes, gated=False)
@@ -78,53 +73,52 @@ class Transformer:
     gated: bool = True
     tied: bool = False
     attention: Literal["fused", "formula", "recomputed"] = "fused"
-    bias: bool = False
+    bias: bool | tuple[str, ...] = False
     dropout: float = 0.0
     dtype: torch.dtype = torch.bfloat16
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0
     shared: int = 0
+    shared_gate: bool = False
+    head_dim: int = 0
+    activation: Literal["", "silu", "gelu", "relu"] = ""
+    norms: Literal["before", "after", "around", "parallel", "shared"] = "before"
+    norm_weights: bool = True
+    qk_norm: Literal["none", "head", "width"] = "none"
+    positions: int = 0
+    embedding_norm: bool = False
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """The number of parameters."""
-        return self._parameters(self.experts)
+        # All layers are equal, so that two models say all.
+        one, two = self._parameters_with(1), self._parameters_with(2)
+        return one + (self.layers - 1) * (two - one)
+
+    def _parameters_with(self, layers: int) -> int:
+        return sum([x.numel() for x in self.build(layers).parameters()])
+
+    @property
+    def head_width(self) -> int:
+        """The width of a head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """The width of the queries of a token."""
+        return self.head_width * self.heads
 
     @property
     def kv_width(self) -> int:
         """The width of keys, and of values, of a token."""
-        return self.hidden // self.heads * self.kv_heads
+        return self.head_width * self.kv_heads
 
-    def _parameters(self, experts: int) -> int:
-        """Return the number of parameters with a number of experts."""
-        hidden = self.hidden
-        queries_and_output = 2 * hidden * hidden
-        keys_and_values = 2 * hidden * self.kv_width
-        norms = 2 * hidden
-        block = queries_and_output + keys_and_values + norms + self._mlp_parameters(experts)
-        if self.bias:
-            block += self._biases_of_block()
-        embeddings = (1 if self.tied else 2) * self.vocab * hidden
-        last_norm = (2 if self.bias else 1) * hidden
-        return self.layers * block + embeddings + last_norm
-
-    def _mlp_parameters(self, experts: int) -> int:
-        """Return the number of weights of a block's MLP, or of its experts and their router."""
-        matrices = 3 if self.gated else 2
-        if not self.experts:
-            return matrices * self.hidden * self.ffn
-        router = self.hidden * self.experts
-        count = 3 * self.hidden * self.expert_ffn * experts + router
-        if self.shared:  # two matrices, with their biases
-            count += 2 * self.hidden * self.shared + self.hidden + self.shared
-        return count
-
-    def _biases_of_block(self) -> int:
-        # Each has as many as its layer has outputs: queries, output, two norms and `down` those
-        # of `hidden`; keys and values; `up`, and the gate if there is one.
-        widths_of_ffn = 2 if self.gated else 1
-        return 5 * self.hidden + 2 * self.kv_width + widths_of_ffn * self.ffn
+    def has_bias(self, part: str) -> bool:
+        """Return True if a part, of "qkv", "out", "mlp", "norm" and "head", has a bias."""
+        if isinstance(self.bias, bool):
+            return self.bias and part in BIASED
+        return part in self.bias
 
     def flops(self, samples: int, *, attention: bool = False) -> float:
         """Return the operations of a step: 6 for a parameter and a token.
@@ -133,11 +127,13 @@ class Transformer:
         tokens use them.
         """
         tokens = samples * self.sequence
-        flops = 6 * self._parameters(self.top_k) * tokens
+        idle_experts = self.experts - self.top_k
+        idle = self.layers * idle_experts * 3 * self.hidden * self.expert_ffn
+        flops = 6 * (self.parameters - idle) * tokens
         if attention:
             # Scores and their products with values: 2 matrix products of 2 operations for a pair
             # and an element, three times as many with the backward.
-            flops += 12 * self.layers * self.hidden * self.sequence * tokens
+            flops += 12 * self.layers * self.query_width * self.sequence * tokens
         return flops
 
     def build(self, layers: int | None = None) -> Decoder:
@@ -152,85 +148,17 @@ class Transformer:
         """Return the sizes in a `config.json` of Hugging Face.
 
         Args:
-            source: path of the file or its folder, or its content: of a Llama, Mistral, Mixtral,
-                Qwen or GPT-2.
+            source: path of the file or its folder, or its content, of a `model_type` in
+                `fshard.plan.hugging_face.families.FAMILIES`: a Llama, Mistral, Mixtral, Qwen, Gemma, Phi, GPT-2, GPT-NeoX,
+                OPT, BLOOM, Falcon, StarCoder, OLMo and others.
             sequence: tokens of a sample; default: the most that the model takes.
 
+        The number of parameters is that of transformers.
+
         Raises:
-            PlanError: naming all keys that are missing.
+            PlanError: naming the type if it is another one, or all keys that are wrong or missing.
         """
-        config = _read_config(source)
-        is_gpt2 = config.get("model_type") == "gpt2"
-        sizes = _first_values(config, _KEYS)
-        if sequence:
-            sizes["sequence"] = sequence
-        if not sizes["kv_heads"]:
-            sizes["kv_heads"] = sizes["heads"]
-        if is_gpt2 and not sizes["ffn"]:
-            sizes["ffn"] = 4 * (sizes["hidden"] or 0)
-        _assert_supported(config, sizes)
-
-        expert_sizes = _first_values(config, _EXPERT_KEYS)
-        if expert_sizes["experts"]:
-            for name, size in expert_sizes.items():
-                sizes[name] = size or 0
-        return cls(
-            **sizes,
-            gated=not is_gpt2,
-            tied=bool(config.get("tie_word_embeddings", is_gpt2)),
-            bias=is_gpt2,
-            dropout=config.get("resid_pdrop", 0.0),
-        )
-
-
-def _read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration, with the keys of its language model if it has others too."""
-    if isinstance(source, Mapping):
-        config = {**source}
-    else:
-        path = Path(source)
-        if path.is_dir():
-            path = path / "config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise PlanError(
-                f"plan: config must be a config.json of Hugging Face, or its folder; got {path}: "
-                f"{error}."
-            ) from None
-        if not isinstance(config, dict):
-            raise PlanError(f"plan: {path} must have a JSON object; got {type(config).__name__}.")
-    return {**config, **config.get("text_config", {})}
-
-
-def _first_values(config: Mapping[str, Any], keys: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Return the value of the first key of each size that a configuration has; None of none."""
-    sizes = dict[str, Any]()
-    for name, legal in keys.items():
-        values = [config[key] for key in legal if config.get(key)]
-        sizes[name] = values[0] if values else None
-    return sizes
-
-
-def _assert_supported(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-    """Raise if sizes are missing, or if a decoder has other layers than `Decoder`."""
-    missing = [" or ".join(_KEYS[name]) for name, size in sizes.items() if not size]
-    if missing:
-        raise PlanError(
-            f"plan: config.json must have {', '.join(missing)}; it has {', '.join(sorted(config))}."
-        )
-    other_layers = [key for key in _OTHER_LAYERS if config.get(key)]
-    if other_layers:
-        raise PlanError(
-            "plan: config.json must be of equal layers with usual attention; "
-            f"got {', '.join(other_layers)}. Build the model, and give it."
-        )
-    head_dim = config.get("head_dim")
-    if head_dim and head_dim * sizes["heads"] != sizes["hidden"]:
-        raise PlanError(
-            f"plan: config.json must have a head_dim of hidden size / heads; got {head_dim} for "
-            f"{sizes['hidden']} / {sizes['heads']}. Build the model, and give it."
-        )
+        return cls(**fields_of_config(read_config(source), sequence))
 
 
 # -- the module ------------------------------------------------------------------------------------
@@ -243,14 +171,21 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 
 def _by_formula(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Return attention with scores in memory, for as many heads of keys as of queries.
+    """Return attention with scores in memory.
 
     There is no mask: the kernel of a masked softmax applies it without traffic of its own.
     """
+    heads = q.shape[1]
+    is_grouped = k.shape[1] < heads
+    if is_grouped:
+        # The products broadcast keys over the queries of a group, so that keys are not repeated.
+        q = q.unflatten(1, (k.shape[1], -1))
+        k, v = k.unsqueeze(2), v.unsqueeze(2)
     scores = torch.softmax(q @ k.mT, -1)
     if dropout:
         scores = functional.dropout(scores, dropout)
-    return scores @ v
+    result = scores @ v
+    return result.flatten(1, 2) if is_grouped else result
 
 
 _ATTENTION = {"fused": _fused, "formula": _by_formula, "recomputed": remat(_by_formula)}
@@ -266,17 +201,29 @@ class DecoderBlock(nn.Module):
     def __init__(self, sizes: Transformer) -> None:
         super().__init__()
         hidden = sizes.hidden
-        bias = sizes.bias
-        self.width = hidden // sizes.heads
+        has_qkv_bias = sizes.has_bias("qkv")
+        has_mlp_bias = sizes.has_bias("mlp")
+        self.norms = sizes.norms
+        self.width = sizes.head_width
         self.attention = _ATTENTION[sizes.attention]
+        self.activation = _ACTIVATIONS[sizes.activation or ("silu" if sizes.gated else "gelu")]
         self.dropout = sizes.dropout
-        self.norm = nn.LayerNorm(hidden, bias=bias)
-        self.norm2 = nn.LayerNorm(hidden, bias=bias)
-        self.q = nn.Linear(hidden, hidden, bias=bias)
-        self.out = nn.Linear(hidden, hidden, bias=bias)
-        self.k = nn.Linear(hidden, sizes.kv_width, bias=bias)
-        self.v = nn.Linear(hidden, sizes.kv_width, bias=bias)
+        self.norm = _norm(hidden, sizes)
+        self.norm2 = None if sizes.norms == "shared" else _norm(hidden, sizes)
+        has_four_norms = sizes.norms == "around"
+        self.norm_after = _norm(hidden, sizes) if has_four_norms else None
+        self.norm2_after = _norm(hidden, sizes) if has_four_norms else None
+        self.q = nn.Linear(hidden, sizes.query_width, bias=has_qkv_bias)
+        self.out = nn.Linear(sizes.query_width, hidden, bias=sizes.has_bias("out"))
+        self.k = nn.Linear(hidden, sizes.kv_width, bias=has_qkv_bias)
+        self.v = nn.Linear(hidden, sizes.kv_width, bias=has_qkv_bias)
+        self.qk_norm = sizes.qk_norm
+        if sizes.qk_norm != "none":
+            is_of_head = sizes.qk_norm == "head"
+            self.q_norm = _norm(self.width if is_of_head else sizes.query_width, sizes)
+            self.k_norm = _norm(self.width if is_of_head else sizes.kv_width, sizes)
         self.experts = None
+        self.shared = None
         if sizes.experts:
             self.experts = MoE(
                 hidden,
@@ -284,25 +231,40 @@ class DecoderBlock(nn.Module):
                 axis="expert",
                 experts=sizes.experts,
                 top_k=sizes.top_k,
-                shared=sizes.shared,
             )
+            if sizes.shared:
+                self.shared = SharedExpert(hidden, sizes.shared, has_gate=sizes.shared_gate)
             return
-        self.up = nn.Linear(hidden, sizes.ffn, bias=bias)
-        self.down = nn.Linear(sizes.ffn, hidden, bias=bias)
-        self.gate = nn.Linear(hidden, sizes.ffn, bias=bias) if sizes.gated else None
+        self.up = nn.Linear(hidden, sizes.ffn, bias=has_mlp_bias)
+        self.down = nn.Linear(sizes.ffn, hidden, bias=has_mlp_bias)
+        self.gate = nn.Linear(hidden, sizes.ffn, bias=has_mlp_bias) if sizes.gated else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the hidden states after the block."""
-        x = x + self._dropped(self._attend(self.norm(x)))
-        y = self.norm2(x)
-        if self.experts is None:
-            return x + self._dropped(self._mlp(y))
-        tokens = y.flatten(0, 1)
-        return x + self._dropped(self.experts(tokens).unflatten(0, y.shape[:2]))
+        match self.norms:
+            case "before":
+                x = x + self._dropped(self._attend(self.norm(x)))
+                return x + self._dropped(self._feed(_normed(self.norm2, x)))
+            case "after":
+                x = x + self._dropped(self.norm(self._attend(x)))
+                return x + self._dropped(_normed(self.norm2, self._feed(x)))
+            case "around":
+                attended = self._attend(self.norm(x))
+                x = x + self._dropped(_normed(self.norm_after, attended))
+                fed = self._feed(_normed(self.norm2, x))
+                return x + self._dropped(_normed(self.norm2_after, fed))
+            case _:  # "parallel" or "shared"
+                y = self.norm(x)
+                z = y if self.norm2 is None else self.norm2(x)
+                return x + self._dropped(self._attend(y)) + self._dropped(self._feed(z))
 
     def _attend(self, x: Tensor) -> Tensor:
-        q = self._by_head(self.q(x))
-        k = self._by_head(self.k(x))
+        q, k = self.q(x), self.k(x)
+        if self.qk_norm == "width":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self._by_head(q), self._by_head(k)
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
         v = self._by_head(self.v(x))
         dropout = self.dropout if self.training else 0.0
         heads = checkpoint_name(self.attention(q, k, v, dropout), "attention")
@@ -312,15 +274,48 @@ class DecoderBlock(nn.Module):
         """(batch, token, head * width) -> (batch, head, token, width)."""
         return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
+    def _feed(self, x: Tensor) -> Tensor:
+        """Return the result of the MLP, or of the experts."""
+        if self.experts is None:
+            return self._mlp(x)
+        tokens = x.flatten(0, 1)
+        y = self.experts(tokens).unflatten(0, x.shape[:2])
+        return y if self.shared is None else y + self.shared(x)
+
     def _mlp(self, x: Tensor) -> Tensor:
         up = checkpoint_name(self.up(x), "mlp")
         if self.gate is None:
-            return self.down(functional.gelu(up))
+            return self.down(self.activation(up))
         gate = checkpoint_name(self.gate(x), "mlp")
-        return self.down(functional.silu(gate) * up)
+        return self.down(self.activation(gate) * up)
 
     def _dropped(self, x: Tensor) -> Tensor:
         return functional.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class SharedExpert(nn.Module):
+    """The network of a layer of experts that all tokens pass through."""
+
+    def __init__(self, hidden: int, ffn: int, *, has_gate: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, ffn, bias=False)
+        self.gate = nn.Linear(hidden, ffn, bias=False)
+        self.down = nn.Linear(ffn, hidden, bias=False)
+        self.gate_of_token = nn.Linear(hidden, 1, bias=False) if has_gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the results of all tokens."""
+        y = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return y if self.gate_of_token is None else y * torch.sigmoid(self.gate_of_token(x))
+
+
+def _norm(width: int, sizes: Transformer) -> nn.LayerNorm:
+    has_bias = sizes.has_bias("norm")
+    return nn.LayerNorm(width, elementwise_affine=sizes.norm_weights, bias=has_bias)
+
+
+def _normed(norm: nn.LayerNorm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class Decoder(nn.Module):
@@ -329,15 +324,22 @@ class Decoder(nn.Module):
     def __init__(self, sizes: Transformer, layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocab, sizes.hidden)
+        self.positions = None
+        if sizes.positions:
+            self.positions = nn.Embedding(sizes.positions, sizes.hidden)
+        self.embedding_norm = _norm(sizes.hidden, sizes) if sizes.embedding_norm else None
         self.layers = nn.ModuleList(DecoderBlock(sizes) for _ in range(layers))
-        self.norm = nn.LayerNorm(sizes.hidden, bias=sizes.bias)
-        self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
+        self.norm = _norm(sizes.hidden, sizes)
+        self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=sizes.has_bias("head"))
         if sizes.tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the logits of the next tokens."""
         x = self.embedding(ids)
+        if self.positions is not None:
+            x = x + self.positions.weight[: ids.shape[1]]
+        x = _normed(self.embedding_norm, x)
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import functional
 from fshard.errors import PlanError
 from fshard.experts.module import MoE
 from fshard.experts.transformers import shard_experts
-from fshard.mesh.layout import Mesh, PyTree, map_leaves
+from fshard.mesh.layout import Mesh, PyTree, flatten, map_leaves
 from fshard.optim.contract import Optimizer
 from fshard.optim.partition import partition_optimizer
 from fshard.parallelism.build import ShardedModel, shard_model
@@ -85,6 +85,24 @@ class LayeredModel:
     loss: Loss | None
     optimizer: Optimizer
     experts: int = 0
+
+    @cached_property
+    def parameters(self) -> int:
+        """The number of parameters; all layers are equal, so that two models say all."""
+        one, two = self._parameters_with(1), self._parameters_with(2)
+        return one + (self.layers - 1) * (two - one)
+
+    def _parameters_with(self, layers: int) -> int:
+        return sum([x.numel() for x in self.build(layers).parameters()])
+
+    @cached_property
+    def tokens(self) -> int | None:
+        """The number of tokens of a sample: of its first integers. None if it has none."""
+        for x in flatten(self.batch)[0]:
+            is_of_ids = isinstance(x, Tensor) and not x.is_floating_point() and x.dim() > 1
+            if is_of_ids:
+                return x[0].numel()
+        return None
 
     # -- the model and its loss -------------------------------------------------------------------
 
@@ -262,7 +280,12 @@ def _path_of_layers(model: nn.Module, blocks: str | None) -> str:
             "plan.search: the model must have its repeated layers in a ModuleList; got none. "
             "Name one: blocks=."
         )
-    path = blocks or max(lengths, key=lambda name: lengths[name])
+    # A list inside of another one is a part of a layer, such as a norm of each head.
+    outermost = dict[str, int]()
+    for name, length in lengths.items():
+        if not any([name.startswith(f"{other}.") for other in outermost]):
+            outermost[name] = length
+    path = blocks or max(outermost, key=lambda name: outermost[name])
     if path not in lengths:
         raise PlanError(
             f"plan.search: blocks must be a ModuleList of the model, {', '.join(lengths)}; "

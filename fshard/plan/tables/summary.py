@@ -1,0 +1,249 @@
+"""The plans of a search as a table and as a dict, with what a training takes.
+
+A table shows the ten best plans of one number of devices, or the best of each of several numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fshard.errors import PlanError
+from fshard.plan.estimate import PlanEstimate
+from fshard.plan.space import RejectedPlan
+from fshard.plan.tables.layout import layout_text, options_text, sizes_text
+
+if TYPE_CHECKING:  # it is imported where a table is shown
+    from rich.table import Table
+
+SHOWN = 10
+"""The plans that fit in a table."""
+
+# Published runs have the predicted model flops utilization within 5 points, of 41 % to 57 %: see
+# tests/plan/test_published.py. 5 of 41 are 12 %.
+TIME_ERROR = 0.12
+"""The part of a time by which a machine may differ from it."""
+
+DEFINITION = "MFU: operations of the model, none recomputed, of the peak in bfloat16"
+"""The one definition of model flops utilization: see `PlanEstimate.model_flops`."""
+
+HOURS_OF_DAY = 24
+SECONDS_OF_DAY = 86_400
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training takes.
+
+    Args:
+        tokens: that it has; None: no time is computed.
+        price: of a device and hour; None: no cost is.
+    """
+
+    tokens: float | None = None
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in vars(self).items():
+            is_positive = number is None or 0 < number < float("inf")
+            if not is_positive:
+                raise PlanError(f"plan: {name} must be a number above 0; got {number!r}.")
+        if self.price is not None and self.tokens is None:
+            raise PlanError("plan: price must have tokens beside it, of which it is the cost.")
+
+    def days(self, estimate: PlanEstimate) -> float | None:
+        """Return the days of the training by a plan."""
+        if self.tokens is None:
+            return None
+        speed = estimate.tokens_per_second
+        if speed is None:
+            raise PlanError(
+                "plan: tokens must be of a model of token ids; its batch has no integers of two "
+                "dims."
+            )
+        return self.tokens / speed / SECONDS_OF_DAY
+
+    def cost(self, estimate: PlanEstimate) -> float | None:
+        """Return the cost of the training by a plan."""
+        days = self.days(estimate)
+        if days is None or self.price is None:
+            return None
+        return days * HOURS_OF_DAY * estimate.plan.devices * self.price
+
+
+def _shown(estimates: Sequence[PlanEstimate]) -> list[int]:
+    """Return the numbers of the best plans of one number of devices, or of each number the best."""
+    best = dict[int, int]()
+    for number, estimate in enumerate(estimates):
+        best.setdefault(estimate.plan.devices, number)
+    if len(best) == 1:
+        return [*range(min(SHOWN, len(estimates)))]
+    return [best[devices] for devices in sorted(best)]
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def plans_table(
+    estimates: Sequence[PlanEstimate],
+    remarks: Sequence[str],
+    rejected: Sequence[RejectedPlan],
+    tried: int,
+    training: Training,
+) -> Table:
+    """Return the table of plans: see `Plans.table`. Each plan has a remark."""
+    from rich.table import Table
+
+    shown = _shown(estimates)
+    counts = {estimates[number].plan.devices for number in shown}
+    has_several_counts = len(counts) > 1
+    texts = ["layout", "options"]
+    numbers = ["step, s", "tokens/s", "MFU", "GB"]
+    if training.tokens is not None:
+        numbers.insert(2, "days")
+    if training.price is not None:
+        numbers.insert(3, "cost")
+    # Plans on several numbers of devices are slower for that alone.
+    first, last = (["devices"], []) if has_several_counts else ([], ["slower by"])
+    table = Table(*first, *texts, *numbers, *last, title=_title(estimates[0], has_several_counts))
+    for column in table.columns:
+        if column.header in (*numbers, "devices"):
+            column.justify = "right"
+            column.no_wrap = True
+
+    for number in shown:
+        estimate = estimates[number]
+        devices = [f"{estimate.plan.devices:,}"] if has_several_counts else []
+        remark = [] if has_several_counts else [remarks[number]]
+        table.add_row(*devices, *_cells(estimate), *_numbers(estimate, training), *remark)
+
+    best = f"The best {len(shown)} of {tried:,} plans"
+    if has_several_counts:
+        best = f"The best plan of each number of devices, of {tried:,}"
+    head = f"{best}, by the simulated schedules of {len(estimates)} that fit."
+    table.caption = _caption(head, rejected)
+    table.caption_justify = "left"
+    return table
+
+
+def _cells(estimate: PlanEstimate) -> list[str]:
+    """Return the cells of a layout."""
+    return [sizes_text(estimate.plan), options_text(estimate.plan)]
+
+
+def _numbers(estimate: PlanEstimate, training: Training) -> list[str]:
+    """Return the cells of time, speed, days, cost, utilization and memory."""
+    seconds = estimate.seconds
+    speed = estimate.tokens_per_second
+    cells = [f"{seconds:.3g} ± {TIME_ERROR * seconds:.1g}"]
+    cells.append("" if speed is None else short(speed))
+    days, price = training.days(estimate), training.cost(estimate)
+    if days is not None:
+        cells.append(digits(days, decimals=1))
+    if price is not None:
+        cells.append(short(price))
+    cells.append(f"{digits(100 * estimate.utilization())} %")
+    cells.append(digits(estimate.peak / 1e9, decimals=1))
+    return cells
+
+
+def _title(first: PlanEstimate, has_several_counts: bool) -> str:
+    """Return the model, the machine and the batch."""
+    model, machine = first.tracer.model, first.cluster
+    devices = "" if has_several_counts else f"{first.plan.devices:,} x "
+    memory = f"{machine.name} with {digits(machine.memory / 1e9)} GB"
+    samples = f"{first.plan.rows_of_step:,} samples"
+    if model.tokens is not None:
+        samples += f" of {model.tokens:,} tokens"
+    return f"{model.parameters:,} parameters on {devices}{memory}, {samples} a step"
+
+
+def _caption(head: str, rejected: Sequence[RejectedPlan]) -> str:
+    """Return what the numbers are, and the plans that were rejected, one a line."""
+    lines = [
+        head,
+        f"Options: ZeRO, microbatches x samples of each, schedule, recomputation. {DEFINITION}.",
+        f"±: published runs took a time within {100 * TIME_ERROR:.0f} % of the predicted one.",
+    ]
+    if rejected:
+        lines += ["", "Rejected:"]
+    for plan in rejected:
+        # Sizes that do not divide the devices have no options.
+        name = sizes_text(plan.plan) if plan.kind == "devices" else layout_text(plan.plan)
+        lines.append(f"{name}: {plan.reason}")
+    return "\n".join(lines)
+
+
+def digits(number: float, decimals: int = 0) -> str:
+    """Return a number with some decimals; below 1, where a small model would show zeros, two digits.
+
+    >>> digits(1234.5), digits(0.01234)
+    ('1,234', '0.012')
+    """
+    return f"{number:,.{decimals}f}" if number >= 1 else f"{number:.2g}"
+
+
+def short(number: float) -> str:
+    """Return a number with three digits and a suffix.
+
+    >>> short(616_930), short(1.08e9), short(12)
+    ('617k', '1.08B', '12')
+    """
+    for suffix, unit in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= unit:
+            return f"{number / unit:.3g}{suffix}"
+    return f"{number:.3g}"
+
+
+# -- the dict --------------------------------------------------------------------------------------
+
+
+def plans_dict(
+    estimates: Sequence[PlanEstimate],
+    rejected: Sequence[RejectedPlan],
+    tried: int,
+    training: Training,
+) -> dict[str, Any]:
+    """Return the numbers of plans: see `Plans.to_dict`."""
+    first = estimates[0]
+    model, machine = first.tracer.model, first.cluster
+    return {
+        "model": {
+            "parameters": model.parameters,
+            "layers": model.layers,
+            "tokens_of_a_sample": model.tokens,
+            "flops_of_a_step": first.model_flops,
+        },
+        "machine": {"name": machine.name, "memory": machine.memory, "peak": machine.peak("bf16")},
+        "global_batch": first.plan.rows_of_step,
+        "time_error": TIME_ERROR,
+        "mfu": DEFINITION,
+        "tried": tried,
+        "plans": [_plan_dict(estimate, training) for estimate in estimates],
+        "rejected": [_rejected_dict(plan) for plan in rejected],
+    }
+
+
+def _plan_dict(estimate: PlanEstimate, training: Training) -> dict[str, Any]:
+    numbers: dict[str, Any] = {
+        "layout": dict(vars(estimate.plan)),
+        "devices": estimate.plan.devices,
+        "seconds": estimate.seconds,
+        "seconds_by_term": dict(estimate.terms),
+        "tokens_per_second": estimate.tokens_per_second,
+        "mfu": estimate.utilization(),
+        "peak": estimate.peak,
+        "bytes_by_purpose": estimate.memory(),
+        "notes": estimate.notes,
+    }
+    if training.tokens is not None:
+        numbers["days"] = training.days(estimate)
+    if training.price is not None:
+        numbers["cost"] = training.cost(estimate)
+    return numbers
+
+
+def _rejected_dict(rejected: RejectedPlan) -> dict[str, Any]:
+    layout = dict(vars(rejected.plan))
+    return {"layout": layout, "reason": rejected.reason, "kind": rejected.kind}
