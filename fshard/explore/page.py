@@ -241,12 +241,9 @@ def _add_units(
     """Add to each row of the ledger the units of parameters that its calls are for."""
     units: dict[int, dict[str, None]] = defaultdict(dict)
     for device in devices:
-        for event in device["events"]:
-            row: int
-            unit: int
-            *_, row, unit = event
-            if row >= 0 and names[unit]:
-                units[row][names[unit]] = None
+        for *_, number, unit in device["events"]:
+            if number >= 0 and names[unit]:
+                units[number][names[unit]] = None
     for number, row in enumerate(rows):
         row["units"] = units_text([*units[number]])
 

@@ -169,8 +169,8 @@ class StepRecorder(CountStorages):
         its line: an operation of a forward runs when its node has just taken the last number.
         """
         node: Any = _current_node()
-        is_backward = node is not None and not torch.is_grad_enabled()  # else it is recomputed
-        if is_backward:
+        # With gradients it is a forward that a backward runs again.
+        if node is not None and not torch.is_grad_enabled():
             return self._lines.get(node._sequence_nr()) or super()._site(default)
         site = super()._site(default)
         self._lines.setdefault(_next_sequence_number() - 1, site)
