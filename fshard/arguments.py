@@ -9,7 +9,7 @@ from fshard.errors import FshardError
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` that raises instead of printing the usage and ending the process.
+    """An `argparse.ArgumentParser` that raises; it neither prints the usage nor ends the process.
 
     The command `fshard` prints the error as one line, and returns 2.
     """

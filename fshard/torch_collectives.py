@@ -327,7 +327,7 @@ def _first_difference(
 
 
 def _is_count(x: Any) -> bool:
-    return type(x) is int and x >= 0
+    return type(x) is int and 0 <= x < 2**63
 
 
 def _call(value: Any, rank: int, world: int) -> CollectiveCall:

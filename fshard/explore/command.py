@@ -55,7 +55,7 @@ def _opened(path: str) -> DescribedPlan | Recording:
         )
     except (ValueError, RuntimeError) as error:  # such as more stages than layers
         first_line = str(error).partition("\n")[0]
-        raise PlanError(f"explore: the program of {path} does not run: {first_line}") from None
+        raise PlanError(f"explore: the plan of {path} must have a program; {first_line}") from None
 
 
 def _name(config: str) -> str:

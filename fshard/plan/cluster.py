@@ -293,6 +293,8 @@ def _field_names(kind: Any) -> list[str]:
 
 
 def _unknown(table: Any, kind: Any, prefix: str) -> list[str]:
+    if not isinstance(table, Mapping):  # `_not_numbers` names it
+        return []
     legal = _field_names(kind)
     errors = list[str]()
     for key in table:
@@ -301,7 +303,9 @@ def _unknown(table: Any, kind: Any, prefix: str) -> list[str]:
     return errors
 
 
-def _missing(table: Mapping[str, Any], kind: Any, prefix: str) -> list[str]:
+def _missing(table: Any, kind: Any, prefix: str) -> list[str]:
+    if not isinstance(table, Mapping):
+        return []
     needed = [name for name in _field_names(kind) if name != "efficiency"]
     return [f"{prefix}{key} is missing" for key in needed if key not in table]
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -64,11 +65,11 @@ def run_plan(arguments: Sequence[str]) -> int:
     model, machine = model_and_machine(run)
     found = _searches(model, machine, options, constraints)
     plans = _joined(found.plans)
+    reasons = [each.why(layout) for layout in layouts for each in found.plans]
 
     sys.stdout.write(f"{plans.text(**vars(training))}\n")
     for error in found.errors:
         sys.stdout.write(f"{error}\n")
-    reasons = [each.why(layout) for layout in layouts for each in found.plans]
     for text in reasons:
         sys.stdout.write(f"\n{text}\n")
     if options.json is not None:
@@ -167,7 +168,7 @@ def _number(text: str) -> float:
     (15000000000000.0, 2.5)
     """
     suffix = text[-1:].upper()
-    digits = text[:-1] if suffix in SUFFIXES else text
+    digits = text.removesuffix(text[-1:]) if suffix in SUFFIXES else text
     try:
         number = float(digits) * SUFFIXES.get(suffix, 1.0)
     except ValueError:
@@ -320,7 +321,7 @@ def _are_rows(rows: Any) -> bool:
         texts = [values.get(name) for name in ("plan", "reason")]
         numbers = [values.get(name) for name in ("seconds", "mfu", "peak")]
         are_texts = all([isinstance(text, str) for text in texts])
-        are_numbers = all([isinstance(number, int | float) for number in numbers])
+        are_numbers = all([isinstance(x, int | float) and isfinite(x) for x in numbers])
         if not are_texts or not are_numbers:
             return False
     return True

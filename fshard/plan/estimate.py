@@ -261,14 +261,16 @@ class PlanEstimate:
         Args:
             flops: instead of these.
         """
-        done = self.model_flops if flops is None else flops
+        done = flops or self.model_flops
         return done / (self.seconds * self.plan.devices * self.cluster.peak("bf16"))
 
     @property
     def tokens_per_second(self) -> float | None:
         """The tokens of all devices in a second; None if the batch has no token ids."""
         of_sample = self.tracer.model.tokens
-        return None if of_sample is None else of_sample * self.plan.rows_of_step / self.seconds
+        if of_sample is None:
+            return None
+        return of_sample * self.plan.rows_of_step / self.seconds
 
     # -- texts ------------------------------------------------------------------------------------
 

@@ -92,8 +92,9 @@ class Transformer:
     @cached_property
     def parameters(self) -> int:
         """The number of parameters."""
-        # All layers are equal, so that two models say all.
-        one, two = self._parameters_with(1), self._parameters_with(2)
+        # All layers are equal, so that two models suffice.
+        one = self._parameters_with(1)
+        two = self._parameters_with(2)
         return one + (self.layers - 1) * (two - one)
 
     def _parameters_with(self, layers: int) -> int:
@@ -113,6 +114,11 @@ class Transformer:
     def kv_width(self) -> int:
         """The width of keys, and of values, of a token."""
         return self.head_width * self.kv_heads
+
+    @property
+    def activation_name(self) -> str:
+        """The activation of an MLP: "silu", "gelu" or "relu"."""
+        return self.activation or ("silu" if self.gated else "gelu")
 
     def has_bias(self, part: str) -> bool:
         """Return True if a part, of "qkv", "out", "mlp", "norm" and "head", has a bias."""
@@ -180,7 +186,8 @@ def _by_formula(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     if is_grouped:
         # The products broadcast keys over the queries of a group, so that keys are not repeated.
         q = q.unflatten(1, (k.shape[1], -1))
-        k, v = k.unsqueeze(2), v.unsqueeze(2)
+        k = k.unsqueeze(2)
+        v = v.unsqueeze(2)
     scores = torch.softmax(q @ k.mT, -1)
     if dropout:
         scores = functional.dropout(scores, dropout)
@@ -206,22 +213,30 @@ class DecoderBlock(nn.Module):
         self.norms = sizes.norms
         self.width = sizes.head_width
         self.attention = _ATTENTION[sizes.attention]
-        self.activation = _ACTIVATIONS[sizes.activation or ("silu" if sizes.gated else "gelu")]
+        self.activation = _ACTIVATIONS[sizes.activation_name]
         self.dropout = sizes.dropout
         self.norm = _norm(hidden, sizes)
-        self.norm2 = None if sizes.norms == "shared" else _norm(hidden, sizes)
-        has_four_norms = sizes.norms == "around"
-        self.norm_after = _norm(hidden, sizes) if has_four_norms else None
-        self.norm2_after = _norm(hidden, sizes) if has_four_norms else None
+        self.norm2 = None
+        if sizes.norms != "shared":
+            self.norm2 = _norm(hidden, sizes)
+        self.norm_after = None
+        self.norm2_after = None
+        if sizes.norms == "around":
+            self.norm_after = _norm(hidden, sizes)
+            self.norm2_after = _norm(hidden, sizes)
         self.q = nn.Linear(hidden, sizes.query_width, bias=has_qkv_bias)
         self.out = nn.Linear(sizes.query_width, hidden, bias=sizes.has_bias("out"))
         self.k = nn.Linear(hidden, sizes.kv_width, bias=has_qkv_bias)
         self.v = nn.Linear(hidden, sizes.kv_width, bias=has_qkv_bias)
         self.qk_norm = sizes.qk_norm
-        if sizes.qk_norm != "none":
-            is_of_head = sizes.qk_norm == "head"
-            self.q_norm = _norm(self.width if is_of_head else sizes.query_width, sizes)
-            self.k_norm = _norm(self.width if is_of_head else sizes.kv_width, sizes)
+        self.q_norm = None
+        self.k_norm = None
+        if sizes.qk_norm == "head":
+            self.q_norm = _norm(sizes.head_width, sizes)
+            self.k_norm = _norm(sizes.head_width, sizes)
+        elif sizes.qk_norm == "width":
+            self.q_norm = _norm(sizes.query_width, sizes)
+            self.k_norm = _norm(sizes.kv_width, sizes)
         self.experts = None
         self.shared = None
         if sizes.experts:
@@ -255,20 +270,22 @@ class DecoderBlock(nn.Module):
                 return x + self._dropped(_normed(self.norm2_after, fed))
             case _:  # "parallel" or "shared"
                 y = self.norm(x)
-                z = y if self.norm2 is None else self.norm2(x)
-                return x + self._dropped(self._attend(y)) + self._dropped(self._feed(z))
+                fed = self._feed(y if self.norm2 is None else self.norm2(x))
+                return x + self._dropped(self._attend(y)) + self._dropped(fed)
 
     def _attend(self, x: Tensor) -> Tensor:
-        q, k = self.q(x), self.k(x)
-        if self.qk_norm == "width":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self._by_head(q), self._by_head(k)
-        if self.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
+        q = self._by_head(self._normed_width(self.q_norm, self.q(x)))
+        k = self._by_head(self._normed_width(self.k_norm, self.k(x)))
         v = self._by_head(self.v(x))
+        if self.qk_norm == "head":
+            q = _normed(self.q_norm, q)
+            k = _normed(self.k_norm, k)
         dropout = self.dropout if self.training else 0.0
         heads = checkpoint_name(self.attention(q, k, v, dropout), "attention")
         return self.out(heads.transpose(1, 2).flatten(2))
+
+    def _normed_width(self, norm: nn.LayerNorm | None, x: Tensor) -> Tensor:
+        return _normed(norm, x) if self.qk_norm == "width" else x
 
     def _by_head(self, x: Tensor) -> Tensor:
         """(batch, token, head * width) -> (batch, head, token, width)."""
@@ -301,12 +318,16 @@ class SharedExpert(nn.Module):
         self.up = nn.Linear(hidden, ffn, bias=False)
         self.gate = nn.Linear(hidden, ffn, bias=False)
         self.down = nn.Linear(ffn, hidden, bias=False)
-        self.gate_of_token = nn.Linear(hidden, 1, bias=False) if has_gate else None
+        self.gate_of_token = None
+        if has_gate:
+            self.gate_of_token = nn.Linear(hidden, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the results of all tokens."""
         y = self.down(functional.silu(self.gate(x)) * self.up(x))
-        return y if self.gate_of_token is None else y * torch.sigmoid(self.gate_of_token(x))
+        if self.gate_of_token is None:
+            return y
+        return y * torch.sigmoid(self.gate_of_token(x))
 
 
 def _norm(width: int, sizes: Transformer) -> nn.LayerNorm:
@@ -327,7 +348,9 @@ class Decoder(nn.Module):
         self.positions = None
         if sizes.positions:
             self.positions = nn.Embedding(sizes.positions, sizes.hidden)
-        self.embedding_norm = _norm(sizes.hidden, sizes) if sizes.embedding_norm else None
+        self.embedding_norm = None
+        if sizes.embedding_norm:
+            self.embedding_norm = _norm(sizes.hidden, sizes)
         self.layers = nn.ModuleList(DecoderBlock(sizes) for _ in range(layers))
         self.norm = _norm(sizes.hidden, sizes)
         self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=sizes.has_bias("head"))

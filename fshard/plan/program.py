@@ -88,8 +88,9 @@ class LayeredModel:
 
     @cached_property
     def parameters(self) -> int:
-        """The number of parameters; all layers are equal, so that two models say all."""
-        one, two = self._parameters_with(1), self._parameters_with(2)
+        """The number of parameters; all layers are equal, so that two models suffice."""
+        one = self._parameters_with(1)
+        two = self._parameters_with(2)
         return one + (self.layers - 1) * (two - one)
 
     def _parameters_with(self, layers: int) -> int:

@@ -184,7 +184,9 @@ def _token_hooks(plan: LayerPlans, module: nn.Module) -> list[Any]:
         if not isinstance(y, Sharded):
             return None
         batch_axes = y.spec.dims(y.ndim)[0]
-        return constrain(y, P(batch_axes, plan.sequence))
+        # Where heads do not divide the axis, attention may have sharded the samples along it.
+        other_axes = tuple([axis for axis in batch_axes if axis != plan.sequence])
+        return constrain(y, P(other_axes or None, plan.sequence))
 
     names = {id(x): name for name, x in module.named_parameters()}
     hooks: list[Any] = []

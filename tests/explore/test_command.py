@@ -266,6 +266,7 @@ WRONG = {
     "call.json": (recording_with(ranks=[[3], []]), "a call of rank 0"),
     "group.json": (recording_with(ranks=[[{**CALL, "group": [2]}], []]), "ranks below 2"),
     "bytes.json": (recording_with(ranks=[[{**CALL, "bytes": -1}], []]), "a call of rank 0"),
+    "huge.json": (recording_with(ranks=[[{**CALL, "bytes": 10**400}], []]), "a call of rank 0"),
     "nan.json": (recording_with(ranks=[[{**CALL, "bytes": float("nan")}], []]), "a call of rank 0"),
 }
 
@@ -299,7 +300,7 @@ def test_wrong_arguments_are_one_line(saved, tmp_path, capsys):
     assert_one_line([saved, recording], "both must be plans or both recordings", capsys)
     wrong = tmp_path / "stages.toml"
     wrong.write_text(saved.read_text().replace("pipeline = 1", "pipeline = 4"))
-    assert_one_line([wrong], "the program", capsys)
+    assert_one_line([wrong], "must have a program", capsys)
 
 
 def test_pages_of_a_plan_and_a_recording_raise():

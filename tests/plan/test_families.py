@@ -208,7 +208,6 @@ def test_from_config_reads_the_language_model_of_several_inputs():
             "model_type must be one of .*; got 'mamba'. Take fs.plan.model_of",
         ),
         ({"model_type": 3}, "model_type must be a name; got 3"),
-        ({"kv_lora_rank": 8}, "attention must be that of a Llama: kv_lora_rank is 8"),
         ({"num_attention_heads": 5}, "heads must divide the hidden size, 48; got 5"),
         ({"num_key_value_heads": 4}, "must divide the 6 heads; got 4"),
         ({"hidden_act": "tanh"}, "hidden_act must be a kind of SiLU, GELU or ReLU; got 'tanh'"),
@@ -226,6 +225,14 @@ def test_from_config_raises_with_all_that_is_wrong(change, message):
     text = str(info.value)
     parts = message.split("; .*")
     assert all(re.search(part, text) for part in parts), text
+
+
+def test_from_config_without_a_type_has_the_keys_of_a_llama():
+    assert Transformer.from_config(SIZES) == Transformer.from_config(
+        {**SIZES, "model_type": "llama"}
+    )
+    with pytest.raises(PlanError, match="attention must be that of a Llama: kv_lora_rank is 8"):
+        model_of_config({**SIZES, "kv_lora_rank": 8})
 
 
 @pytest.mark.parametrize("attention", ["formula", "recomputed"])

@@ -75,7 +75,7 @@ class ConfigReader:
     def activation(self, *keys: str, default: str) -> str:
         """Return the name in torch of an activation: all kinds of GELU are one."""
         key, value = self._first(keys)
-        name = default if value is None else value
+        name = value or default
         for known in ("silu", "gelu", "relu"):
             if isinstance(name, str) and name.startswith((known, _OTHER_NAMES.get(known, known))):
                 return known
@@ -116,10 +116,8 @@ def _ungated(c: ConfigReader, *keys: str, default: str = "gelu") -> Fields:
 
 
 def _biases(*, attention: bool = False, mlp: bool = False, norm: bool = False) -> tuple[str, ...]:
-    names = ("qkv", "out") if attention else ()
-    names += ("mlp",) if mlp else ()
-    names += ("norm",) if norm else ()
-    return names
+    has = {"qkv": attention, "out": attention, "mlp": mlp, "norm": norm}
+    return tuple([name for name, is_biased in has.items() if is_biased])
 
 
 def _experts(c: ConfigReader, *, width: str = "moe_intermediate_size") -> Fields:
@@ -149,7 +147,8 @@ def _qwen3(c: ConfigReader) -> Fields:
 
 
 def _qwen2_moe(c: ConfigReader) -> Fields:
-    bias = ("qkv",) if c.flag("qkv_bias", True) else ()
+    has_bias = c.flag("qkv_bias", True)
+    bias = ("qkv",) * has_bias
     shared = c.integer("shared_expert_intermediate_size")
     return {"bias": bias, "shared": shared, "shared_gate": True, **_gated(c), **_experts(c)}
 
@@ -196,9 +195,14 @@ def _cohere(c: ConfigReader) -> Fields:
 
 def _stablelm(c: ConfigReader) -> Fields:
     c.refuse("qk_layernorm", False, reason="norms of queries must be equal for all heads")
-    bias = ("qkv", "norm") if c.flag("use_qkv_bias", False) else ("norm",)
+    has_bias = c.flag("use_qkv_bias", False)
     is_parallel = c.flag("use_parallel_residual", False)
-    return {"bias": bias, "norms": "shared" if is_parallel else "before", **_gated(c)}
+    fields: Fields = {"bias": ("norm",), **_gated(c)}
+    if has_bias:
+        fields["bias"] = ("qkv", "norm")
+    if is_parallel:
+        fields["norms"] = "shared"
+    return fields
 
 
 def _starcoder2(c: ConfigReader) -> Fields:
@@ -223,7 +227,10 @@ def _gpt2(c: ConfigReader) -> Fields:
 
 
 def _gpt_bigcode(c: ConfigReader) -> Fields:
-    return {**_gpt2(c), **({"kv_heads": 1} if c.flag("multi_query", True) else {})}
+    fields = _gpt2(c)
+    if c.flag("multi_query", True):
+        fields["kv_heads"] = 1
+    return fields
 
 
 def _gptj(c: ConfigReader) -> Fields:
@@ -277,10 +284,12 @@ def _falcon(c: ConfigReader) -> Fields:
     has_one_kv_head = c.flag("multi_query", True)
     is_parallel = c.flag("parallel_attn", True)
     has_bias = c.flag("bias", False)
-    if is_new:
-        norms = "shared" if c.config.get("num_ln_in_parallel_attn") == 1 else "parallel"
-    else:
-        norms = "shared" if is_parallel else "before"
+    has_one_norm = c.config.get("num_ln_in_parallel_attn") == 1
+    norms = "before"
+    if is_new and not has_one_norm:
+        norms = "parallel"
+    elif is_new or is_parallel:
+        norms = "shared"
     fields: Fields = {
         "bias": _biases(attention=has_bias, mlp=has_bias, norm=True),
         "norms": norms,
@@ -329,7 +338,7 @@ FAMILIES: dict[str, Family] = {
     "stablelm": _stablelm,
     "starcoder2": _starcoder2,
 }
-"""The families whose sizes say all, by `model_type`."""
+"""The families whose sizes suffice, by `model_type`."""
 
 TIED = (
     "bloom",
@@ -345,7 +354,7 @@ TIED = (
     "smollm3",
     "starcoder2",
 )
-"""The families whose head is the embedding if a file does not say so."""
+"""The families whose head is the embedding if a file does not have the key."""
 
 HEAD_DIMS = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
 """The width of a head of families in which it is another number than hidden size / heads."""
@@ -369,7 +378,10 @@ WITHOUT_GROUPS = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", 
 
 def read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration: of a model of several kinds of input, that of its language model."""
-    config = dict(source) if isinstance(source, Mapping) else _read_file(Path(source))
+    if isinstance(source, Mapping):
+        config = dict(source)
+    else:
+        config = _read_file(Path(source))
     text_config = config.get("text_config")
     if text_config is None:
         return config
@@ -419,7 +431,9 @@ def fields_of_config(config: Mapping[str, Any], sequence: int | None) -> Fields:
     if has_no_type and any([config.get(key) for key in expert_keys]):
         fields |= _experts(reader)
         fields["shared"] = reader.integer("shared_expert_intermediate_size", default=0)
-    reader.refuse("kv_lora_rank", 0, reason="attention must be that of a Llama")
+    if has_no_type:
+        reader.refuse("kv_lora_rank", 0, reason="attention must be that of a Llama")
+        reader.refuse("n_shared_experts", 0, reason="it must have a model_type")
     if not reader.errors:
         _validate_heads(fields, reader.errors)
     if reader.errors:
@@ -435,7 +449,8 @@ def fields_of_config(config: Mapping[str, Any], sequence: int | None) -> Fields:
 def _without_defaults(fields: Fields) -> Fields:
     """Write what is the default of `Transformer` as it is there, so that equal sizes are equal."""
     has_default_bias = not fields.get("bias")
-    default_activation = "silu" if fields.get("gated", True) else "gelu"
+    is_gated = fields.get("gated", True)
+    default_activation = "silu" if is_gated else "gelu"
     has_default_activation = fields.get("activation", default_activation) == default_activation
     values = {**fields}
     if has_default_bias:
@@ -449,17 +464,21 @@ def _usual_fields(c: ConfigReader, name: str, sequence: int | None) -> Fields:
     """Return the fields that each family has."""
     hidden = c.integer("hidden_size", "n_embd", "n_embed", "d_model")
     heads = c.integer("num_attention_heads", "n_head", "n_heads")
-    if name in FFN_KEYS:
-        ffn = c.integer(*FFN_KEYS[name], default=4 * hidden) if FFN_KEYS[name] else 4 * hidden
+    has_experts = "_moe" in name  # then all layers have, and no MLP beside them
+    if name not in FFN_KEYS:
+        least = hidden if has_experts else None
+        ffn = c.integer("intermediate_size", "ffn_dim", default=least)
+    elif FFN_KEYS[name]:
+        ffn = c.integer(*FFN_KEYS[name], default=4 * hidden)
     else:
-        has_experts = "_moe" in name  # then all layers have, and no MLP beside them
-        ffn = c.integer("intermediate_size", "ffn_dim", default=hidden if has_experts else None)
+        ffn = 4 * hidden
     kv_heads = heads
     head_dim = 0
     if name not in WITHOUT_GROUPS:
         kv_heads = c.integer("num_key_value_heads", default=heads or 1)
         head_dim = c.integer("head_dim", default=HEAD_DIMS.get(name, 0))
-    is_usual = head_dim * heads == hidden
+    if head_dim * heads == hidden:
+        head_dim = 0
     return {
         "layers": c.integer("num_hidden_layers", "n_layer", "n_layers"),
         "hidden": hidden,
@@ -468,7 +487,7 @@ def _usual_fields(c: ConfigReader, name: str, sequence: int | None) -> Fields:
         "kv_heads": kv_heads,
         "vocab": c.integer("vocab_size"),
         "sequence": sequence or longest_sequence(c),
-        "head_dim": 0 if is_usual else head_dim,
+        "head_dim": head_dim,
         "tied": c.flag("tie_word_embeddings", name in TIED),
     }
 
@@ -485,7 +504,9 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 
 
 def _validate_heads(fields: Fields, errors: list[str]) -> None:
-    hidden, heads, kv_heads = fields["hidden"], fields["heads"], fields["kv_heads"]
+    hidden = fields["hidden"]
+    heads = fields["heads"]
+    kv_heads = fields["kv_heads"]
     if not fields["head_dim"] and hidden % heads:
         errors.append(f"the number of heads must divide the hidden size, {hidden}; got {heads}")
     if heads % kv_heads:

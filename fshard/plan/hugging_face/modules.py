@@ -35,7 +35,7 @@ def model_of_config(
 ) -> tuple[Transformer | nn.Module, PyTree]:
     """Return the model of a `config.json` of Hugging Face, and its batch, for `search`.
 
-    It is a `Transformer` without a batch if its sizes say all; else the module of transformers on
+    It is a `Transformer` without a batch if its sizes suffice; else the module of transformers on
     the meta device, in bfloat16, with a batch of one sample. Experts may be sharded, and all layers
     must be equal.
 
@@ -61,7 +61,8 @@ def model_of_config(
         try:
             return Transformer.from_config(config, sequence=sequence), None
         except OtherLayersError:
-            pass
+            if "model_type" not in config:
+                raise
     module = _module_of_transformers(config, name)
     tokens = sequence or _longest_sequence(config, name)
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")

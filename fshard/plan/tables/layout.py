@@ -54,7 +54,8 @@ def options_text(plan: Parallelism) -> str:
         texts.append("state on the host")
     if plan.in_stages:
         has_chunks = plan.chunks is not None and plan.chunks > 1
-        texts.append(f"{plan.schedule} x {plan.chunks}" if has_chunks else plan.schedule)
+        chunks = f" x {plan.chunks}" if has_chunks else ""
+        texts.append(f"{plan.schedule}{chunks}")
     if plan.recompute != "never":
         texts.append(f"recompute {plan.recompute}")
     return ", ".join(texts)
@@ -73,7 +74,9 @@ def field_value(name: str, text: str) -> Any:
     if not text:
         raise PlanError(f"plan: {name} must have a value; got none.")
     digits = text.removeprefix("-")
-    value: Any = int(text) if digits.isascii() and digits.isdigit() else text
+    value: Any = text
+    if digits.isascii() and digits.isdigit():
+        value = int(text)
     fields: dict[str, Any] = {name: value}
     if value == "megatron":
         fields["tensor"] = 2  # it has a meaning only where devices share layers
@@ -84,7 +87,7 @@ def field_value(name: str, text: str) -> Any:
 def field_values(name: str, text: str) -> tuple[Any, ...]:
     """Return the values of a field in a text, by commas.
 
-    Names that layers keep have commas too: what is no name of a recomputation goes on.
+    Names that layers keep have commas too: what is no name of a recomputation belongs to them.
 
     >>> field_values("tensor", "1,8")
     (1, 8)
@@ -122,8 +125,12 @@ def layout_fields(layout: str | Mapping[str, Any] | Parallelism) -> dict[str, An
     if isinstance(layout, Mapping):
         return dict(layout)
     fields = dict[str, Any]()
-    # Fields of a table's column are separated by blanks.
-    separated = layout if "," in layout else ",".join(layout.split())
+    # Sizes are separated by blanks in tables.
+    words = layout.split()
+    are_fields = all(["=" in word for word in words])
+    separated = layout
+    if are_fields and "," not in layout:
+        separated = ",".join(words)
     for part in _assignments(separated):
         name, equals, text = part.partition("=")
         name = name.strip()

@@ -34,7 +34,7 @@ SECONDS_OF_DAY = 86_400
 
 @dataclass(frozen=True)
 class Training:
-    """What a training takes.
+    """The length of a training, and the price of devices.
 
     Args:
         tokens: that it has; None: no time is computed.
@@ -105,8 +105,11 @@ def plans_table(
     if training.price is not None:
         numbers.insert(3, "cost")
     # Plans on several numbers of devices are slower for that alone.
-    first, last = (["devices"], []) if has_several_counts else ([], ["slower by"])
-    table = Table(*first, *texts, *numbers, *last, title=_title(estimates[0], has_several_counts))
+    title = _title(estimates[0], has_several_counts)
+    if has_several_counts:
+        table = Table("devices", *texts, *numbers, title=title)
+    else:
+        table = Table(*texts, *numbers, "slower by", title=title)
     for column in table.columns:
         if column.header in (*numbers, "devices"):
             column.justify = "right"
@@ -114,9 +117,12 @@ def plans_table(
 
     for number in shown:
         estimate = estimates[number]
-        devices = [f"{estimate.plan.devices:,}"] if has_several_counts else []
-        remark = [] if has_several_counts else [remarks[number]]
-        table.add_row(*devices, *_cells(estimate), *_numbers(estimate, training), *remark)
+        cells = [sizes_text(estimate.plan), options_text(estimate.plan)]
+        cells += _numbers(estimate, training)
+        if has_several_counts:
+            table.add_row(f"{estimate.plan.devices:,}", *cells)
+        else:
+            table.add_row(*cells, remarks[number])
 
     best = f"The best {len(shown)} of {tried:,} plans"
     if has_several_counts:
@@ -127,18 +133,14 @@ def plans_table(
     return table
 
 
-def _cells(estimate: PlanEstimate) -> list[str]:
-    """Return the cells of a layout."""
-    return [sizes_text(estimate.plan), options_text(estimate.plan)]
-
-
 def _numbers(estimate: PlanEstimate, training: Training) -> list[str]:
     """Return the cells of time, speed, days, cost, utilization and memory."""
     seconds = estimate.seconds
     speed = estimate.tokens_per_second
     cells = [f"{seconds:.3g} ± {TIME_ERROR * seconds:.1g}"]
     cells.append("" if speed is None else short(speed))
-    days, price = training.days(estimate), training.cost(estimate)
+    days = training.days(estimate)
+    price = training.cost(estimate)
     if days is not None:
         cells.append(digits(days, decimals=1))
     if price is not None:
@@ -150,7 +152,8 @@ def _numbers(estimate: PlanEstimate, training: Training) -> list[str]:
 
 def _title(first: PlanEstimate, has_several_counts: bool) -> str:
     """Return the model, the machine and the batch."""
-    model, machine = first.tracer.model, first.cluster
+    model = first.tracer.model
+    machine = first.cluster
     devices = "" if has_several_counts else f"{first.plan.devices:,} x "
     memory = f"{machine.name} with {digits(machine.memory / 1e9)} GB"
     samples = f"{first.plan.rows_of_step:,} samples"
@@ -170,7 +173,9 @@ def _caption(head: str, rejected: Sequence[RejectedPlan]) -> str:
         lines += ["", "Rejected:"]
     for plan in rejected:
         # Sizes that do not divide the devices have no options.
-        name = sizes_text(plan.plan) if plan.kind == "devices" else layout_text(plan.plan)
+        name = layout_text(plan.plan)
+        if plan.kind == "devices":
+            name = sizes_text(plan.plan)
         lines.append(f"{name}: {plan.reason}")
     return "\n".join(lines)
 
@@ -207,7 +212,8 @@ def plans_dict(
 ) -> dict[str, Any]:
     """Return the numbers of plans: see `Plans.to_dict`."""
     first = estimates[0]
-    model, machine = first.tracer.model, first.cluster
+    model = first.tracer.model
+    machine = first.cluster
     return {
         "model": {
             "parameters": model.parameters,

@@ -8,7 +8,7 @@ from fshard.plan.estimate import PlanEstimate
 from fshard.plan.tables.layout import layout_text
 
 
-class Row(NamedTuple):
+class ComparedNumber(NamedTuple):
     """A number of the best plan and of another one, as text."""
 
     name: str
@@ -23,16 +23,16 @@ class Row(NamedTuple):
 
 def slower_text(best: PlanEstimate, other: PlanEstimate) -> str:
     """Return the seconds and bytes of two plans by term, and the term by which one loses."""
-    rows = list[Row]()
+    rows = list[ComparedNumber]()
     for name, seconds in other.terms.items():
-        rows.append(Row(name, 1e3 * best.terms.get(name, 0.0), 1e3 * seconds, "ms"))
+        rows.append(ComparedNumber(name, 1e3 * best.terms.get(name, 0.0), 1e3 * seconds, "ms"))
     largest = max(rows, key=lambda row: row.other - row.best)
-    rows.append(Row("step", 1e3 * best.seconds, 1e3 * other.seconds, "ms"))
-    rows.append(Row("operations", best.flops / 1e15, other.flops / 1e15, "PFLOP"))
+    rows.append(ComparedNumber("step", 1e3 * best.seconds, 1e3 * other.seconds, "ms"))
+    rows.append(ComparedNumber("operations", best.flops / 1e15, other.flops / 1e15, "PFLOP"))
     sizes = best.memory()
     for name, size in other.memory().items():
-        rows.append(Row(name, sizes.get(name, 0) / 1e9, size / 1e9, "GB"))
-    rows.append(Row("peak", best.peak / 1e9, other.peak / 1e9, "GB"))
+        rows.append(ComparedNumber(name, sizes.get(name, 0) / 1e9, size / 1e9, "GB"))
+    rows.append(ComparedNumber("peak", best.peak / 1e9, other.peak / 1e9, "GB"))
 
     ratio = other.seconds / best.seconds
     if ratio > 1 + 1e-6:
