@@ -5,7 +5,8 @@
 
     {"format": "fshard collectives 1", "program": "train.py --steps 1",
      "axes": {"data": 2, "model": 2},
-     "ranks": [[{"collective": "all_reduce", "group": [0, 2], "bytes": 4096, "line": "train.py:31 in step"}, ...],
+     "ranks": [[{"collective": "all_reduce", "group": [0, 2], "bytes": 4096,
+                 "line": "train.py:31 in step"}, ...],
                ... of ranks 1 to 3]}
 
 `bytes` are those of the tensors that a rank gives, `group` has the ranks that take part. The axes
@@ -72,7 +73,7 @@ _GIVEN = {
 _WITHOUT_BYTES = ("barrier", "monitored_barrier")
 
 
-class CollectiveCall(NamedTuple):
+class RecordedCall(NamedTuple):
     """A collective that a rank has called.
 
     Args:
@@ -105,10 +106,10 @@ class CollectiveCall(NamedTuple):
 
 
 @contextmanager
-def record_collectives() -> Generator[list[CollectiveCall]]:
+def record_collectives() -> Generator[list[RecordedCall]]:
     """Record the collectives of this process inside the block, those of DDP and FSDP too.
 
-    All collectives of torch are operators, whoever calls them. They are seen, and not changed.
+    All collectives of torch are operators, those of its C++ too. They are recorded, not changed.
 
     >>> with record_collectives() as calls:
     ...     pass  # the step of a program
@@ -125,7 +126,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[CollectiveCall] = []
+        self.calls: list[RecordedCall] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -151,7 +152,7 @@ class _Recorder(TorchDispatchMode):
         tensors = [*_tensors(given or list(values.values()))]
         size = sum([x.nbytes for x in tensors])
         ranks = _members(group, values, collective)
-        self.calls.append(CollectiveCall(collective, ranks, size, _line()))
+        self.calls.append(RecordedCall(collective, ranks, size, _line()))
 
 
 def _members(group: Any, values: Mapping[str, Any], collective: str) -> tuple[int, ...]:
@@ -203,7 +204,7 @@ class Recording:
     """
 
     program: str
-    ranks: Sequence[Sequence[CollectiveCall]] = field(repr=False)
+    ranks: Sequence[Sequence[RecordedCall]] = field(repr=False)
     axes: Mapping[str, int]
 
     def __post_init__(self) -> None:
@@ -214,7 +215,7 @@ class Recording:
             )
 
     def axes_of(self, group: Sequence[int]) -> tuple[str, ...]:
-        """Return the axes along which the ranks of a group differ; the ranks if it is no such group.
+        """Return the axes along which a group's ranks differ; the ranks if it is no such group.
 
         >>> pair = Recording("train.py", [[]] * 4, {"data": 2, "model": 2})
         >>> pair.axes_of([0, 2]), pair.axes_of([0, 1, 2, 3]), pair.axes_of([0, 3])
@@ -238,7 +239,7 @@ class Recording:
 
         Such ranks wait for each other for ever, or exchange other tensors.
         """
-        calls: dict[tuple[int, ...], dict[int, list[CollectiveCall]]] = {}
+        calls: dict[tuple[int, ...], dict[int, list[RecordedCall]]] = {}
         for rank, of_rank in enumerate(self.ranks):
             for call in of_rank:
                 if call.collective not in ("send", "recv"):
@@ -268,7 +269,7 @@ class Recording:
 
         >>> import os, tempfile
         >>> path = os.path.join(tempfile.mkdtemp(), "collectives.json")
-        >>> calls = [[CollectiveCall("all_reduce", (0, 1), 8, "train.py:3 in step")]] * 2
+        >>> calls = [[RecordedCall("all_reduce", (0, 1), 8, "train.py:3 in step")]] * 2
         >>> Recording("train.py", calls, {"data": 2}).save(path)
         >>> Recording.load(path).ranks[1][0].sent
         8.0
@@ -294,7 +295,7 @@ class Recording:
         has_sizes = isinstance(axes, dict) and all(_is_count(n) and n for n in axes.values())
         if not has_sizes:
             raise PlanError(f"axes must be sizes by name; got {axes!r:.60}.")
-        read: list[list[CollectiveCall]] = []
+        read: list[list[RecordedCall]] = []
         for rank, calls in enumerate(ranks):
             if not isinstance(calls, list):
                 raise PlanError(f"rank {rank} must have a list of calls; got {calls!r:.60}.")
@@ -303,7 +304,7 @@ class Recording:
 
 
 def _first_difference(
-    rank: int, calls: Sequence[CollectiveCall], other: int, others: Sequence[CollectiveCall]
+    rank: int, calls: Sequence[RecordedCall], other: int, others: Sequence[RecordedCall]
 ) -> str:
     """Return the first call of one group in which two of its ranks differ; "" if none does."""
     for number in range(max(len(calls), len(others))):
@@ -330,7 +331,7 @@ def _is_count(x: Any) -> bool:
     return type(x) is int and 0 <= x < 2**63
 
 
-def _call(value: Any, rank: int, world: int) -> CollectiveCall:
+def _call(value: Any, rank: int, world: int) -> RecordedCall:
     """Return a call as it is in a file; raise if a field is missing or of another type."""
     fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}
     group = fields.get("group")
@@ -346,6 +347,6 @@ def _call(value: Any, rank: int, world: int) -> CollectiveCall:
             f"a call of rank {rank} must have a collective, a group of ranks below {world}, bytes "
             f"and a line; got {value!r:.80}."
         )
-    return CollectiveCall(
+    return RecordedCall(
         fields["collective"], tuple(cast(list[int], group)), fields["bytes"], fields["line"]
     )

@@ -36,7 +36,10 @@ def run(arguments: Sequence[str]) -> int:
     for path in options.file:
         shown.append(_opened(path))
     first, *others = shown
-    path = page(first, options.out, compare=others[0] if others else None)
+    compare = None
+    if others:
+        (compare,) = others
+    path = page(first, options.out, compare=compare)
     sys.stdout.write(f"{path}\n")
     return 0
 
@@ -47,7 +50,9 @@ def _opened(path: str) -> DescribedPlan | Recording:
         return Recording.load(path)
     saved = plan_of_file(path)
     model = saved.model
-    module = model.build() if isinstance(model, Transformer) else model
+    module = model
+    if isinstance(module, Transformer):
+        module = module.build()
     name = _name(saved.run["config"])
     try:
         return described(
@@ -61,6 +66,8 @@ def _opened(path: str) -> DescribedPlan | Recording:
 def _name(config: str) -> str:
     """Return the name of a model: of its folder, or of a file that is not called config.json."""
     path = Path(config)
-    is_named_by_folder = path.is_dir() or path.name == "config.json"
-    folder = path if path.is_dir() else path.parent
-    return folder.resolve().name if is_named_by_folder else path.stem
+    if path.is_dir():
+        return path.resolve().name
+    if path.name == "config.json":
+        return path.resolve().parent.name
+    return path.stem

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DescribedPlan:
-    """The cost of a plan's program, and what the page says of the plan: see `describe`.
+    """The cost of a plan's program, and what the page shows of the plan: see `describe`.
 
     Args:
         cost: of the program.
@@ -43,7 +43,7 @@ class DescribedPlan:
     tried: int = 0
 
     def facts(self) -> dict[str, str]:
-        """Return what the page says of the plan, by title."""
+        """Return what the page shows of the plan, by title."""
         from fshard.plan.tables.layout import sizes_text  # plans are loaded where there is one
 
         plan = self.plan
@@ -53,9 +53,12 @@ class DescribedPlan:
             f"{plan.rows_of_step:,} samples in a step"
         )
         if plan.in_stages:
-            stages = f", {plan.chunks} stages of a device" if (plan.chunks or 1) > 1 else ""
-            facts["schedule"] = f"{plan.schedule}{stages}"
-        facts["recomputed"] = "nothing" if plan.recompute == "never" else str(plan.recompute)
+            facts["schedule"] = plan.schedule
+            if plan.stages > plan.pipeline:
+                facts["schedule"] += f", {plan.chunks} stages of a device"
+        facts["recomputed"] = str(plan.recompute)
+        if plan.recompute == "never":
+            facts["recomputed"] = "nothing"
         cluster = self.cost.cluster
         facts["cluster"] = (
             f"{self.cost.mesh.size:,} × {cluster.name}, {cluster.memory / 1e9:,.0f} GB each"
@@ -90,7 +93,7 @@ def _zero_text(plan: Parallelism) -> str:
 def describe(
     estimate: PlanEstimate, model: nn.Module | Transformer, *, plans: Plans | None = None
 ) -> DescribedPlan:
-    """Return the cost of a plan's program with what `page` says of the plan.
+    """Return the cost of a plan's program with what `page` shows of the plan.
 
     Args:
         estimate: of `fs.plan.search`.
@@ -100,16 +103,19 @@ def describe(
     >>> import fshard as fs
     >>> sizes = dict(hidden=64, ffn=128, heads=4, kv_heads=4, vocab=100, sequence=32)
     >>> small = fs.plan.Transformer(layers=2, **sizes)
-    >>> options = dict(devices=2, cluster=fs.plan.cluster("h100"), global_batch=4, optimizer=fs.optim.adamw(0.1))
+    >>> h100, adamw = fs.plan.cluster("h100"), fs.optim.adamw(0.1)
+    >>> options = dict(devices=2, cluster=h100, global_batch=4, optimizer=adamw)
     >>> plans = fs.plan.search(small, **options, tensor=1, pipeline=1, rows=1)
     >>> described = describe(plans[0], small, plans=plans)
     >>> described.facts()["model"], described.tokens
     ('79.2 k parameters, 2 layers, 32 tokens a sample', 128)
     """
-    module = model if isinstance(model, nn.Module) else model.build()
-    rows = [] if plans is None else plans.rows()
-    tried = 0 if plans is None else plans.tried
-    return described(estimate, module, "", rows, tried)
+    module = model
+    if not isinstance(module, nn.Module):
+        module = module.build()
+    if plans is None:
+        return described(estimate, module, "", [], 0)
+    return described(estimate, module, "", plans.rows(), plans.tried)
 
 
 def described(
@@ -126,10 +132,12 @@ def described(
         text += f", {layered.experts} experts"
     if layered.tokens is not None:
         text += f", {layered.tokens:,} tokens a sample"
+    if name:
+        text = f"{name}: {text}"
     return DescribedPlan(
         cost=estimate.cost(module),
         plan=estimate.plan,
-        model=f"{name}: {text}" if name else text,
+        model=text,
         tokens=(layered.tokens or 0) * estimate.plan.rows_of_step,
         flops=estimate.model_flops,
         others=others,

@@ -56,8 +56,8 @@ def page(
     """Write the cost of a step as one HTML file: mesh, timeline, memory, ledger and leaves.
 
     Args:
-        report: of `fs.plan.cost`; or a plan with its cost, from `describe`, so that the page says
-            which plan it shows; or the `Recording` of a program of torch.distributed.
+        report: of `fs.plan.cost`; or a plan with its cost, from `describe`, so that the page has
+            the plan's facts too; or the `Recording` of a program of torch.distributed.
         path: of the file; None returns the text of the page.
         compare: a second one, which is shown beside the first, with what differs.
 
@@ -158,9 +158,10 @@ def _described(described: DescribedPlan) -> dict[str, Any]:
     if described.tokens:
         numbers["tokens"] = described.tokens / cost.seconds
     facts = described.facts()
+    name, _, _ = described.model.partition(",")
     return {
         **plan,
-        "title": f"{described.model.partition(',')[0]} on {cost.mesh.size:,} × {cost.cluster.name}",
+        "title": f"{name} on {cost.mesh.size:,} × {cost.cluster.name}",
         "facts": facts,
         "others": [*described.others],
         "tried": described.tried,

@@ -24,7 +24,7 @@ _FILLS = (
 )
 
 # Colours of a timeline and of the memory below. Those of one chart are at least 20 units of CIE Lab
-# apart, and no colour is in both, also as people see them who lack one kind of cones; all
+# apart, and no colour is in both, also as seen with one kind of cones less; all
 # contrast with a light and a dark page: tests/explore/test_palette.py.
 COMPUTE = ("#0072b2", "#56b4e9")
 """Matrix products, and other operations."""

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from fshard.torch_collectives import CollectiveCall, Recording
+from fshard.torch_collectives import RecordedCall, Recording
 
 
-class Row(NamedTuple):
+class RecordedRow(NamedTuple):
     """Calls of a ledger that are alike."""
 
     collective: str
@@ -22,7 +22,7 @@ class Row(NamedTuple):
 
 def recorded_plan(recording: Recording) -> dict[str, Any]:
     """Return the document of a recording, with the fields of a plan's."""
-    rows: dict[Row, int] = {}
+    rows: dict[RecordedRow, int] = {}
     names: dict[str, int] = {}
     devices: list[dict[str, Any]] = []
     for rank, calls in enumerate(recording.ranks):
@@ -61,19 +61,19 @@ def recorded_plan(recording: Recording) -> dict[str, Any]:
 
 def _device(
     rank: int,
-    calls: Sequence[CollectiveCall],
+    calls: Sequence[RecordedCall],
     recording: Recording,
-    rows: dict[Row, int],
+    rows: dict[RecordedRow, int],
     names: dict[str, int],
 ) -> dict[str, Any]:
-    """Return the calls of a rank on lanes by axis, as events that `DrawnEvent` has the fields of."""
+    """Return the calls of a rank on lanes by axis, with the fields of `DrawnEvent`."""
     lanes: dict[str, int] = {"lines": 0}
     lines: list[list[Any]] = []
     events: list[list[Any]] = []
     for number, call in enumerate(calls):
         axes = recording.axes_of(call.group)
         lane = lanes.setdefault(f"network: {'+'.join(axes)}", len(lanes))
-        row = rows.setdefault(Row(call.collective, axes, call.line), len(rows))
+        row = rows.setdefault(RecordedRow(call.collective, axes, call.line), len(rows))
         name = names.setdefault(call.collective, len(names))
         line = names.setdefault(call.line, len(names))
         events.append([lane, number, number + 1, 1, name, call.sent, 0, 1, row, line])
@@ -97,13 +97,13 @@ def _device(
     }
 
 
-def _ledger(rows: dict[Row, int], recording: Recording) -> list[dict[str, Any]]:
+def _ledger(rows: dict[RecordedRow, int], recording: Recording) -> list[dict[str, Any]]:
     """Return the rows with the most calls and bytes of any rank."""
-    most: dict[Row, list[float]] = {row: [0, 0] for row in rows}
+    most: dict[RecordedRow, list[float]] = {row: [0, 0] for row in rows}
     for calls in recording.ranks:
-        of_rank: dict[Row, list[float]] = {}
+        of_rank: dict[RecordedRow, list[float]] = {}
         for call in calls:
-            row = Row(call.collective, recording.axes_of(call.group), call.line)
+            row = RecordedRow(call.collective, recording.axes_of(call.group), call.line)
             sums = of_rank.setdefault(row, [0, 0])
             sums[0] += 1
             sums[1] += call.sent

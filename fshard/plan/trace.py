@@ -165,8 +165,8 @@ class StepRecorder(CountStorages):
     def _site(self, default: Site | None) -> Site:
         """Return the line of the layer, which in a backward is that of its forward.
 
-        There is no frame of the layer in a backward, so the sequence numbers of torch's graph tell
-        its line: an operation of a forward runs when its node has just taken the last number.
+        There is no frame of the layer in a backward, so the sequence numbers of torch's graph lead
+        to its line: an operation of a forward runs when its node has just taken the last number.
         """
         node: Any = _current_node()
         # With gradients it is a forward that a backward runs again.

@@ -12,7 +12,7 @@ from fshard.command import main
 from fshard.errors import PlanError
 from fshard.explore import DescribedPlan, describe, page
 from fshard.explore.page import document
-from fshard.torch_collectives import FORMAT, CollectiveCall, Recording
+from fshard.torch_collectives import FORMAT, RecordedCall, Recording
 from tests.explore.browser import BROWSER, shown_by
 from tests.explore.reports import zero
 
@@ -181,9 +181,9 @@ def calls_of_rank(rank):
     model = (0, 1) if rank < 2 else (2, 3)
     data = (rank % 2, rank % 2 + 2)
     return [
-        CollectiveCall("all_gather", model, 100, "train.py:7 in forward"),
-        CollectiveCall("all_reduce", data, 4096, "train.py:31 in step"),
-        CollectiveCall("all_reduce", (0, 1, 2, 3), 8, "train.py:33 in step"),
+        RecordedCall("all_gather", model, 100, "train.py:7 in forward"),
+        RecordedCall("all_reduce", data, 4096, "train.py:31 in step"),
+        RecordedCall("all_reduce", (0, 1, 2, 3), 8, "train.py:33 in step"),
     ]
 
 
@@ -210,7 +210,7 @@ def test_recordings_are_shown_by_axis_and_line():
 
 def test_ranks_that_call_other_collectives_are_named():
     calls = [calls_of_rank(rank) for rank in range(4)]
-    calls[3][1] = CollectiveCall("broadcast", (1, 3), 4096, "train.py:30 in step")
+    calls[3][1] = RecordedCall("broadcast", (1, 3), 4096, "train.py:30 in step")
     recording = Recording("train.py", calls, {"data": 2, "tp": 2})
     (shown,) = document(recording)["plans"]
     assert shown["facts"]["differs"] == (
