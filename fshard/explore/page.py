@@ -243,8 +243,9 @@ def _add_units(
     units: dict[int, dict[str, None]] = defaultdict(dict)
     for device in devices:
         for *_, number, unit in device["events"]:
-            if number >= 0 and names[unit]:
-                units[number][names[unit]] = None
+            name = names[int(unit)]
+            if number >= 0 and name:
+                units[number][name] = None
     for number, row in enumerate(rows):
         row["units"] = units_text([*units[number]])
 
