@@ -9,14 +9,13 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from fshard.arguments import ArgumentParser
 from fshard.auditing.replay import run as replay
 from fshard.checkpoint import command as checkpoint
 from fshard.doctor.visit import visit
 from fshard.errors import FshardError
-from fshard.explore.page import page
+from fshard.explore import command as explore
 from fshard.launching.torchrun import run
-from fshard.plan.command import cost_of_plan, run_calibrate, run_plan
+from fshard.plan.command import run_calibrate, run_plan
 from fshard.testing.programs import command as certify
 
 USAGE = """usage: fshard run [options] [-m] FILE ...
@@ -24,7 +23,7 @@ USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard certify FILE:NAME --mesh data=4 [--mesh data=2,model=2] [--steps N] [--json OUT]
        fshard plan CONFIG --devices N[,N] --gpu NAME --global-batch N [--sequence N]
                    [--tokens 15T] [--price P] [--tensor N[,N] ...] [--why LAYOUT] [-o FILE]
-       fshard explore PLAN -o PAGE
+       fshard explore PLAN [PLAN] [-o PAGE]
        fshard calibrate [--processes N] [-o FILE]
        fshard checkpoint inspect PATH
        fshard checkpoint verify [--trust] PATH
@@ -37,23 +36,12 @@ run      start a file in several processes: fshard run train.py (options: fshard
 doctor   show versions, devices and the speed between processes, and check every collective
 certify  compare a program of torch.distributed in processes with one process, gradient by gradient
 plan     rank meshes and options of training a model of Hugging Face, by its config.json
-explore  write the step of a plan, which fshard plan -o has written, as one HTML file
+explore  write a plan of fshard plan -o as one HTML file, or two with what differs, or the
+         collectives that a program of torch.distributed has called (.json)
 calibrate    measure this machine, and write its numbers into a file, for fs.plan
 checkpoint   show what a checkpoint has, compare it with its digests, write it in another format
 replay   repeat a step whose layouts differed in an audit, on virtual devices
 """
-
-
-def explore(arguments: Sequence[str]) -> int:
-    """Write the page of a plan; return the exit status."""
-    description = "Write the step of a plan as one HTML file."
-    parser = ArgumentParser(prog="fshard explore", description=description)
-    parser.add_argument("plan", help="the file of fshard plan -o")
-    parser.add_argument("-o", "--out", default="plan.html", help="the page to write (%(default)s)")
-    options = parser.parse_args(arguments)
-    path = page(cost_of_plan(options.plan), options.out)
-    sys.stdout.write(f"{path}\n")
-    return 0
 
 
 COMMANDS = {
@@ -61,7 +49,7 @@ COMMANDS = {
     "doctor": visit,
     "certify": certify.run,
     "plan": run_plan,
-    "explore": explore,
+    "explore": explore.run,
     "calibrate": run_calibrate,
     "checkpoint": checkpoint.run,
     "replay": replay,

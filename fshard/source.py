@@ -35,6 +35,9 @@ _PLUMBING = (
 )
 """Beginnings of the paths of files that are not the user's."""
 
+_MODEL = str(Path(__file__).parent / "plan" / "models.py")
+"""The model of `fs.plan`: its lines are those of layers, as a user's would be."""
+
 
 class Site(NamedTuple):
     """A line of source: file, number, function; and the leaves of a tree that it concerns.
@@ -52,6 +55,11 @@ class Site(NamedTuple):
     def given(self) -> str:
         """The leaves in words; none for a single tensor."""
         return f" (leaves {', '.join(self.leaves)})" if self.leaves else ""
+
+    @property
+    def is_of_program(self) -> bool:
+        """True if the file is neither of fshard nor of torch."""
+        return not _is_plumbing(self.file)
 
     def __str__(self) -> str:
         return f"{_short(self.file)}:{self.line} in {self.function}"
@@ -94,7 +102,7 @@ def _line_of_thread(frame: FrameType | None) -> Site | None:
 
 @cache  # each collective looks at all frames up to the user's
 def _is_plumbing(file: str) -> bool:
-    return file.startswith(_PLUMBING)
+    return file.startswith(_PLUMBING) and file != _MODEL
 
 
 def call_site(default: Site | None = None) -> Site:

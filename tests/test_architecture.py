@@ -30,6 +30,7 @@ GROUND = {
     "copying",
     "errors",
     "foreign_names",
+    "torch_collectives",
     "randomness",
     "source",
     "tables",
@@ -43,6 +44,7 @@ MAY_IMPORT = {
     "errors": set(),
     "source": {"ambient", "errors"},
     "foreign_names": set(),
+    "torch_collectives": {"errors", "source"},
     "randomness": set(),
     "tables": set(),
     "rounding": set(),
@@ -87,7 +89,14 @@ MAY_IMPORT = {
     "auditing": GROUND | {"mesh", "optim", "transforms", "checkpoint"},
     "launching": GROUND | {"mesh"},
     "explore": GROUND
-    | {"mesh", "transforms", "optim", "pipeline", "plan"},  # a page shows the cost of a plan
+    | {
+        "mesh",
+        "transforms",
+        "optim",
+        "pipeline",
+        "parallelism",
+        "plan",
+    },  # a page shows the cost of a plan
     "report": GROUND | {"mesh"},
     "testing": GROUND
     | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it uses the public API
@@ -145,7 +154,7 @@ MAY_IMPORT = {
 # How folded the code of each package is: nodes, dense, choices, pairs, wide, reasons. See the test
 # below, and `tests/helpers/folding.py`. "fshard" has the files beside the packages.
 FOLDED = {
-    "fshard": Figures(12, 9.4, 51.6, 0, 0, 13.9),
+    "fshard": Figures(13, 9.4, 51.6, 0, 0, 13.9),
     "array": Figures(15, 4.4, 48.5, 0, 1.1, 26.9),
     "auditing": Figures(14, 6.3, 39.1, 6.3, 1.2, 4.6),
     "booster": Figures(14, 5.7, 40.3, 2.8, 5.1, 12.7),

@@ -5,13 +5,18 @@
 const began = performance.now();
 const get = (id) => document.getElementById(id);
 const data = JSON.parse(get("data").textContent);
-const { plans, fills } = data;
-const state = { plan: 0, device: 0, leaf: -1, row: -1, zoom: [0, 1], filter: "" };
+const { plans, fills, colours: palette } = data;
+// `within`: the group of the mesh that is zoomed in on, by its steps: see `viewOf`.
+const state = { plan: 0, device: 0, leaf: -1, row: -1, zoom: [0, 1], filter: "", within: [] };
+const inCalls = data.clock === "calls"; // a recording has no seconds, but calls in order
 // The fields of an event, as `DrawnEvent` of page.py writes them.
 const [LANE, START, END, SECONDS, NAME, BYTES, FLOPS, CALLS, ROW, UNIT] = Array(10).keys();
 const INK = "#16191d"; // on fills
+const WHITE = "#ffffff"; // on dark fills
 const MOST = 250; // rows of a table
-const longest = Math.max(...plans.map((plan) => plan.numbers.seconds));
+const CELLS = 512; // of the mesh at once; of more devices a cell is a group
+const lengthOf = (plan) => plan.length ?? plan.numbers.seconds;
+const longest = Math.max(...plans.map(lengthOf));
 const chosen = () => plans[state.plan];
 const sum = (xs) => xs.reduce((a, b) => a + b, 0);
 const product = (xs) => xs.reduce((a, b) => a * b, 1);
@@ -33,6 +38,7 @@ function scaled(x, unit) {
 }
 const bytes = (x) => scaled(x, "B");
 function seconds(x) {
+  if (inCalls) return plural(x, "call");
   if (x >= 0.9995) return `${digits(x)} s`;
   if (x >= 0.9995e-3 || !x) return `${digits(x * 1e3)} ms`;
   return `${digits(x * 1e6)} µs`;
@@ -42,6 +48,11 @@ const code = (x) => `<code>${escaped(x)}</code>`;
 const square = (colour) => `<i style="background:${colour}"></i>`;
 const percent = (x) => `${(100 * x).toFixed(1)} %`;
 const plural = (n, noun) => `${integer(n)} ${noun}${n === 1 ? "" : "s"}`;
+/** Return the colour of words on a fill: dark ones on light fills. */
+function inkOn(fill) {
+  const [r, g, b] = [1, 3, 5].map((i) => parseInt(fill.slice(i, i + 2), 16) / 255);
+  return 0.2126 * r ** 2.2 + 0.7152 * g ** 2.2 + 0.0722 * b ** 2.2 > 0.19 ? INK : WHITE;
+}
 function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
@@ -64,8 +75,9 @@ function written(plan, device) {
   const texts = coordinates(plan, device).map((c, axis) => `${plan.axes[axis][0]} ${c}`);
   return texts.join(" · ");
 }
-/** The device of the report that does what a device does. */
+/** The device of the report that does what a device does. A recording has all. */
 function representative(plan, device) {
+  if (inCalls) return plan.devices[device];
   const stage = plan.stage === null ? 0 : coordinates(plan, device)[plan.stage];
   return plan.devices[stage];
 }
@@ -114,9 +126,48 @@ function stepsOf([, n], axis) {
   if (unit === 1) return [{ axis, n, unit }]; // a prime
   return [{ axis, n: n / unit, unit }, { axis, n: unit, unit: 1 }];
 }
-/** Make axes columns and rows, so that the picture is about twice as wide as high. */
-function arrange(axes) {
-  const steps = axes.flatMap(stepsOf);
+/**
+ * Return which devices are drawn: `fixed` steps have the coordinates of `state.within`; each cell is
+ * a coordinate of the steps that are `shown`, as many as make at most CELLS cells; the devices of a
+ * cell differ in the steps `inside`.
+ */
+function viewOf(plan, depth = state.within.length) {
+  const steps = plan.axes.flatMap(stepsOf);
+  let end = depth;
+  let count = 1;
+  while (end < steps.length && (end === depth || count * steps[end].n <= CELLS)) {
+    count *= steps[end].n;
+    end += 1;
+  }
+  const shown = steps.slice(depth, end);
+  const inside = steps.slice(end);
+  const devices = product(inside.map((step) => step.n));
+  return { steps, fixed: steps.slice(0, depth), shown, inside, count, devices };
+}
+/** The coordinates of a device in steps. */
+function digitsOf(plan, steps, device) {
+  const point = coordinates(plan, device);
+  return steps.map(({ axis, n, unit }) => Math.floor(point[axis] / unit) % n);
+}
+/** The point of the first device of a group, by its coordinates in the first steps. */
+function pointOf(plan, steps, digits) {
+  const point = plan.axes.map(() => 0);
+  digits.forEach((digit, i) => { point[steps[i].axis] += digit * steps[i].unit; });
+  return point;
+}
+/** Write a group by its coordinates in the first steps: "pipe 3 · data 16–31". */
+function writtenGroup(plan, steps, digits) {
+  const point = pointOf(plan, steps, digits);
+  const units = new Map();
+  digits.forEach((_, i) => units.set(steps[i].axis, steps[i].unit));
+  const texts = [...units].map(([axis, unit]) => {
+    const range = unit > 1 ? `–${point[axis] + unit - 1}` : "";
+    return `${plan.axes[axis][0]} ${point[axis]}${range}`;
+  });
+  return texts.join(" · ");
+}
+/** Make steps columns and rows, so that the picture is about twice as wide as high. */
+function arrange(steps) {
   const count = (side) => product(side.map((step) => step.n));
   const error = ([x, y]) => Math.abs(Math.log(count(x) / count(y) / 2.1));
   let sides = null;
@@ -145,13 +196,46 @@ function offsetOn(side, point) {
   return sum(offsets);
 }
 
-let cells = null; // the mesh as drawn: { x, y, w, h }, with entries of x and y for each device
+// The mesh as drawn: { view, w, h, x, y, device, digits }, where the last four have an entry for
+// each cell: its place, its first device and its coordinates in steps.
+let cells = null;
+function layCells(plan, view, sides, left, top, w, h) {
+  const { steps, shown, count } = view;
+  cells = { view, w, h, x: [], y: [], device: [], digits: [] };
+  for (let cell = 0; cell < count; cell += 1) {
+    let rest = cell;
+    const digits = [];
+    for (let i = shown.length - 1; i >= 0; i -= 1) {
+      digits[i] = rest % shown[i].n;
+      rest = Math.floor(rest / shown[i].n);
+    }
+    const all = [...state.within, ...digits];
+    const point = pointOf(plan, steps, all);
+    cells.x.push(left + offsetOn(sides[0], point) * w);
+    cells.y.push(top + offsetOn(sides[1], point) * h);
+    cells.device.push(deviceOf(plan, point));
+    cells.digits.push(all);
+  }
+}
+/** The cell of the chosen device; those outside of what is zoomed in on have none. */
+function cellHere(plan) {
+  const { steps, fixed, shown } = cells.view;
+  const here = digitsOf(plan, steps, state.device).slice(0, fixed.length + shown.length);
+  return cells.digits.findIndex((digits) => digits.every((digit, i) => digit === here[i]));
+}
 function drawMesh() {
   const plan = chosen();
   const leaf = plan.leaves[state.leaf];
-  const { sides, extents } = arrange(plan.axes);
+  keepInside(plan);
+  const view = viewOf(plan);
+  const { sides, extents } = arrange(view.shown);
   const [columns, rows] = sides;
-  const label = (side, i) => `${plan.axes[side[0].axis][0]} ${i * side[0].unit}`;
+  const first = pointOf(plan, view.steps, state.within);
+  const label = (side, i) => {
+    const { axis, unit } = side[0];
+    // The inner step of a long axis begins where the outer one is.
+    return `${plan.axes[axis][0]} ${first[axis] + i * unit}`;
+  };
 
   // Room for the labels of rows and columns, then cells as large as fit.
   const width = get("mesh").clientWidth;
@@ -166,22 +250,20 @@ function drawMesh() {
   if (smallest > 12) gap = 2;
   else if (smallest > 4) gap = 1;
 
-  const fillOf = colours(plan, leaf);
-  cells = { x: [], y: [], w, h };
-  for (let device = 0; device < meshSize(plan); device += 1) {
-    const point = coordinates(plan, device);
-    const x = left + offsetOn(columns, point) * w;
-    const y = top + offsetOn(rows, point) * h;
-    cells.x[device] = x;
-    cells.y[device] = y;
-    const shard = shardAt(plan, leaf, point);
-    g.fillStyle = fillOf(device, shard);
+  layCells(plan, view, sides, left, top, w, h);
+  const fillOf = colours(plan, leaf, view);
+  cells.device.forEach((device, cell) => {
+    const shard = shardAt(plan, leaf, coordinates(plan, device));
+    const [x, y] = [cells.x[cell], cells.y[cell]];
+    const fill = fillOf(device, shard);
+    g.fillStyle = fill;
     g.fillRect(x, y, Math.max(w - gap, 0.7), Math.max(h - gap, 0.7));
-    if (w < 52 || h < 30) continue; // no room for words
+    if (w < 52 || h < 30) return; // no room for words
     g.fillStyle = shard === -1 ? css("muted") : INK;
-    g.fillText(integer(device), x + 5, y + 11);
-    g.fillText(wordsOfCell(plan, device, shard), x + 5, y + 25);
-  }
+    const title = view.devices > 1 ? `${integer(view.devices)} devices` : integer(device);
+    g.fillText(shortened(g, title, w - 8), x + 5, y + 11);
+    g.fillText(wordsOfCell(plan, device, shard, shardsInside(plan, leaf, view)), x + 5, y + 25);
+  });
 
   g.fillStyle = css("muted");
   // As many labels of the outermost axis of each side as have room.
@@ -198,28 +280,84 @@ function drawMesh() {
   drawEdges(g, plan);
   g.strokeStyle = css("text");
   g.lineWidth = 2;
-  const x = cells.x[state.device];
-  const y = cells.y[state.device];
-  g.strokeRect(x, y, Math.max(w - gap, 2), Math.max(h - gap, 2));
-  get("mesh-note").textContent = wordsOfMesh(plan, columns, rows);
+  const here = cellHere(plan);
+  g.strokeRect(cells.x[here], cells.y[here], Math.max(w - gap, 2), Math.max(h - gap, 2));
+  get("mesh-note").textContent = wordsOfMesh(plan, columns, rows, view);
+  drawTrail(plan);
 }
-function wordsOfCell(plan, device, shard) {
-  if (shard === null) return bytes(representative(plan, device).peak);
-  return shard < 0 ? "none" : `shard ${integer(shard)}`;
+/** Zoom out as far as the chosen device is not inside. */
+function keepInside(plan) {
+  const digits = digitsOf(plan, plan.axes.flatMap(stepsOf), state.device);
+  const levels = levelsOf(plan);
+  const isInside = (depth) => state.within.slice(0, depth).every((digit, i) => digit === digits[i]);
+  const depth = levels.filter(isInside).at(-1) ?? 0;
+  state.within = state.within.slice(0, depth);
 }
-function wordsOfMesh(plan, columns, rows) {
+/** The numbers of steps that are fixed from the outermost view to the one that is shown. */
+function levelsOf(plan) {
+  const levels = [0];
+  while (levels.at(-1) < state.within.length) {
+    const depth = levels.at(-1);
+    levels.push(depth + viewOf(plan, depth).shown.length);
+  }
+  return levels.filter((depth) => depth <= state.within.length);
+}
+/** Write the groups that are zoomed in on; each is a button that goes there. */
+function drawTrail(plan) {
+  const { steps, devices } = viewOf(plan, 0);
+  get("trail").hidden = devices === 1;
+  const buttons = levelsOf(plan).map((depth) => {
+    const digits = state.within.slice(0, depth);
+    const words = depth ? writtenGroup(plan, steps, digits) : "all devices";
+    const isHere = depth === state.within.length;
+    return `<button data-within="${digits.join(".")}" aria-pressed="${isHere}">${escaped(words)}</button>`;
+  });
+  const hint = cells.view.devices > 1 ? " <small>click a group to zoom in</small>" : "";
+  get("trail").innerHTML = buttons.join(" › ") + hint;
+}
+/** The number of shards of a leaf in each group. */
+function shardsInside(plan, leaf, { inside }) {
+  if (!leaf || leaf.layout < 0) return 1;
+  const { axes } = plan.layouts[leaf.layout];
+  return product(inside.filter(({ axis }) => axes.includes(axis)).map(({ n }) => n));
+}
+/** Choose the device of a cell; of a group, zoom in. */
+function enter(cell) {
+  if (cell < 0) return;
+  const change = { device: cells.device[cell] };
+  if (cells.view.devices > 1) change.within = cells.digits[cell];
+  choose(change);
+}
+/** Zoom out of the mesh by one view. */
+function leave() {
+  const levels = levelsOf(chosen());
+  choose({ within: state.within.slice(0, levels.at(-2) ?? 0) });
+}
+function wordsOfCell(plan, device, shard, shards) {
+  if (shard === null) return bytes(amountOf(plan, device));
+  if (shard < 0) return "none";
+  return shards > 1 ? plural(shards, "shard") : `shard ${integer(shard)}`;
+}
+/** What colours the devices of a mesh: their peaks of memory; in a recording the bytes they send. */
+function amountOf(plan, device) {
+  const { peak, sent } = representative(plan, device);
+  return inCalls ? sent : peak;
+}
+function wordsOfMesh(plan, columns, rows, { fixed, steps, count, devices }) {
   // An axis that is broken in two has two steps.
   const axesOf = (side) => [...new Set(side.map((step) => plan.axes[step.axis].join(" ")))];
-  const words = [plural(meshSize(plan), "device")];
+  const words = [plural(meshSize(plan), inCalls ? "rank" : "device")];
+  if (fixed.length) words.push(writtenGroup(plan, steps, state.within));
+  if (devices > 1) words.push(`${integer(count)} groups of ${integer(devices)}`);
   if (columns.length) words.push(`across: ${axesOf(columns).join(" × ")}`);
   if (rows.length) words.push(`down: ${axesOf(rows).join(" × ")}`);
   return words.join(" · ");
 }
 /** Return the colours of devices, and write the legend: by shard of a leaf, or by peak memory. */
-function colours(plan, leaf) {
-  return leaf && leaf.layout >= 0 ? coloursOfShards(plan, leaf) : coloursOfPeaks(plan);
+function colours(plan, leaf, view) {
+  return leaf && leaf.layout >= 0 ? coloursOfShards(plan, leaf, view) : coloursOfPeaks(plan);
 }
-function coloursOfShards(plan, leaf) {
+function coloursOfShards(plan, leaf, view) {
   const empty = css("empty");
   const { axes, place, shapes } = plan.layouts[leaf.layout];
   const shards = sum(shapes.map(([count]) => count));
@@ -230,21 +368,33 @@ function coloursOfShards(plan, leaf) {
   const without = place.length ? `<span>${square(empty)}has none</span>` : "";
   get("mesh-legend").innerHTML = `<span>${escaped(leaf.path)}: ${plural(shards, "shard")}${along}, `
     + `each on ${devices}</span>${without}`;
-  return (_, shard) => (shard < 0 ? empty : fills[shard % fills.length]);
+  const isMixed = shardsInside(plan, leaf, view) > 1; // each group has several, of many colours
+  return (_, shard) => {
+    if (shard < 0) return empty;
+    return isMixed ? fills.at(-1) : fills[shard % fills.length];
+  };
 }
 function coloursOfPeaks(plan) {
-  const peaks = plan.devices.map((device) => device.peak);
-  const lowest = Math.min(...peaks);
-  const highest = Math.max(...peaks);
+  const amounts = plan.devices.map((device) => (inCalls ? device.sent : device.peak));
+  const lowest = Math.min(...amounts);
+  const highest = Math.max(...amounts);
   const range = [...new Set([lowest, highest])].map(bytes).join(" to ");
   const fraction = percent(highest / plan.capacity);
-  const words = `${square(fills[0])}peak ${range}, ${fraction} of a device's memory`;
-  get("mesh-legend").innerHTML = `<span>${words}</span>`;
+  const words = inCalls ? `${range} sent by a rank` : `peak ${range}, ${fraction} of a device's memory`;
+  get("mesh-legend").innerHTML = `<span>${square(fills[0])}${words}</span>`;
   return (device) => {
-    const { peak } = representative(plan, device);
-    const opacity = highest > lowest ? 140 + 115 * (peak - lowest) / (highest - lowest) : 255;
-    return fills[0] + Math.round(opacity).toString(16);
+    const share = highest > lowest ? (amountOf(plan, device) - lowest) / (highest - lowest) : 1;
+    return mixed(fills[0], "#e9ecf0", share);
   };
+}
+/** Return a colour between two: of share 0 the second, but for a fifth. */
+function mixed(full, pale, share) {
+  const part = 0.2 + 0.8 * share;
+  const channel = (i) => {
+    const [a, b] = [full, pale].map((x) => parseInt(x.slice(i, i + 2), 16));
+    return Math.round(a * part + b * (1 - part)).toString(16).padStart(2, "0");
+  };
+  return `#${channel(1)}${channel(3)}${channel(5)}`;
 }
 /**
  * Draw lines between neighbours of the groups that the chosen row is along; those of the chosen
@@ -255,13 +405,18 @@ function drawEdges(g, plan) {
   const names = plan.rows[state.row].axes;
   const along = [...plan.axes.keys()].filter((axis) => names.includes(plan.axes[axis][0]));
   const here = coordinates(plan, state.device);
-  const isOfGroup = (point) => point.every((c, axis) => along.includes(axis) || c === here[axis]);
+  // Of an axis that is drawn, the unit of its innermost step: neighbours differ by it.
+  const units = new Map();
+  for (const { axis, unit } of cells.view.shown) units.set(axis, unit);
+  const isOfGroup = (point) => [...units].every(([axis, unit]) => (
+    along.includes(axis) || Math.floor(point[axis] / unit) === Math.floor(here[axis] / unit)));
+  const cellOf = new Map(cells.device.map((device, cell) => [device, cell]));
 
   // The lines are in the middle of cells, or in a corner where these have words.
   const hasText = cells.w >= 52 && cells.h >= 30;
   const dx = hasText ? cells.w - 9 : cells.w / 2;
   const dy = hasText ? cells.h - 9 : cells.h / 2;
-  const end = (device) => [cells.x[device] + dx, cells.y[device] + dy];
+  const end = (cell) => [cells.x[cell] + dx, cells.y[cell] + dy];
 
   const hasRoom = cells.w > 5 && cells.h > 5; // else only the group of the device is drawn
   for (const isHere of hasRoom ? [false, true] : [true]) {
@@ -269,44 +424,51 @@ function drawEdges(g, plan) {
     const thick = cells.h > 12 ? 3 : 2;
     g.lineWidth = isHere ? thick : 1;
     g.beginPath();
-    for (let device = 0; device < meshSize(plan); device += 1) {
+    cells.device.forEach((device, cell) => {
       const point = coordinates(plan, device);
-      if (isOfGroup(point) !== isHere) continue;
+      if (isOfGroup(point) !== isHere) return;
       for (const axis of along) {
-        if (point[axis] + 1 >= axisSize(plan, axis)) continue;
-        const next = point.map((c, i) => (i === axis ? c + 1 : c));
-        g.moveTo(...end(device));
-        g.lineTo(...end(deviceOf(plan, next)));
+        const next = point.map((c, i) => (i === axis ? c + units.get(axis) : c));
+        const isNeighbour = next[axis] < axisSize(plan, axis); // false for an axis that is not drawn
+        const neighbour = isNeighbour ? cellOf.get(deviceOf(plan, next)) : undefined;
+        if (neighbour === undefined) continue;
+        g.moveTo(...end(cell));
+        g.lineTo(...end(neighbour));
       }
-    }
+    });
     g.stroke();
   }
 }
-function deviceAt({ offsetX, offsetY }) {
+function cellAt({ offsetX, offsetY }) {
   const { x, y, w, h } = cells;
   const isInside = (start, length, offset) => offset >= start && offset < start + length;
   return x.findIndex((left, i) => isInside(left, w, offsetX) && isInside(y[i], h, offsetY));
 }
 /** Choose the next device of a row or a column of the picture. */
 function moveDevice([dx, dy]) {
-  const { x, y } = cells;
-  const here = state.device;
+  const { x, y, device } = cells;
+  const here = cellHere(chosen());
   const ahead = (i) => (x[i] - x[here]) * dx + (y[i] - y[here]) * dy;
   const aside = (i) => Math.abs(dx ? y[i] - y[here] : x[i] - x[here]);
   const next = [...x.keys()].filter((i) => ahead(i) > 0.1 && aside(i) < 0.1);
-  if (next.length) choose({ device: next.reduce((a, b) => (ahead(b) < ahead(a) ? b : a)) });
+  if (!next.length) return;
+  choose({ device: device[next.reduce((a, b) => (ahead(b) < ahead(a) ? b : a))] });
 }
 
 // -- the timeline ---------------------------------------------------------------------------------
 const GUTTER = 108; // the width of the names of lanes
 const MEMORY = 112; // the height of a memory curve
-const FILLS_OF_PURPOSES = [0, 3, 4, 1, 2, 6, 8, 10];
-const purposeFill = (k) => fills[FILLS_OF_PURPOSES[k]];
+const purposeFill = (k) => palette.purposes[data.purposes[k]];
 // The timeline as drawn: { y, h, plan, device, lane, name }, or { y, h, plan, device, title }.
 let lanes = [];
 const lanesOfPlan = (plan) => plan.devices.flatMap((device) => device.lanes);
 const allLanes = [...new Set(plans.flatMap(lanesOfPlan))].slice(1); // but the units
 const networks = allLanes.filter((name) => name.startsWith("network"));
+/** Return true for a device with one lane: of many only the chosen one shows all lanes. */
+function isFolded(plan, device) {
+  const isChosen = plan === chosen() && device === representative(plan, state.device);
+  return plan.devices.length > 4 && !isChosen;
+}
 function layLanes() {
   lanes = [];
   let y = 2;
@@ -316,20 +478,26 @@ function layLanes() {
   };
   plans.forEach((plan, p) => plan.devices.forEach((device, d) => {
     const titles = plans.length > 1 ? [`${"AB"[p]}  ${plan.mesh}`] : [];
-    if (plan.devices.length > 1) titles.push(`${plan.axes[plan.stage][0]} ${d}`);
-    if (titles.length) add({ h: 14, plan, device, title: titles.join(" · ") });
+    if (inCalls) titles.push(`rank ${d}`);
+    else if (plan.devices.length > 1) titles.push(`${plan.axes[plan.stage][0]} ${d}`);
     const h = plan.devices.length > 2 ? 11 : 18;
+    if (isFolded(plan, device)) {
+      const letters = plans.length > 1 ? `${"AB"[p]} ` : "";
+      add({ h: 14, plan, device, lane: null, name: letters + titles.at(-1) });
+      return;
+    }
+    if (titles.length) add({ h: 14, plan, device, title: titles.join(" · ") });
     device.lanes.forEach((name, lane) => add({ h: lane ? h : 13, plan, device, lane, name }));
     y += 4;
   }));
   return y;
 }
 function laneColour(name, hasFlops) {
-  if (name === "compute") return fills[hasFlops ? 0 : 6];
-  if (name === "messages") return fills[8];
+  if (name === "compute") return palette.compute[hasFlops ? 0 : 1];
+  if (name === "messages") return palette.messages;
   const network = networks.indexOf(name);
-  if (network < 0) return fills[10];
-  return fills[[1, 4, 9, 3, 5][network % 5]];
+  if (network < 0) return palette.copies;
+  return palette.networks[network % palette.networks.length];
 }
 /** The number of the name of the chosen leaf's unit; of the optimizer's state it is the update. */
 function unitOf(plan) {
@@ -384,7 +552,12 @@ function shortened(g, text, width) {
   return text;
 }
 /** Draw the events of a lane. Units, those of lane 0, are shaded in turn; chosen ones are filled. */
-function drawLane(g, { plan, device, lane, name, y, h }, width, text, shades) {
+function drawLane(g, row, width, text, shades) {
+  if (row.lane === null) {
+    drawFolded(g, row, width);
+    return;
+  }
+  const { plan, device, lane, name, y, h } = row;
   const isChosen = highlight(plan);
   const isUnits = lane === 0;
   let edge = -1; // events that end in the last pixel are not drawn
@@ -401,16 +574,35 @@ function drawLane(g, { plan, device, lane, name, y, h }, width, text, shades) {
     const isFilled = !isUnits || (isChosen && isLit);
     const faint = isUnits ? 0.6 : 0.16;
     g.globalAlpha = isLit ? 1 : faint;
-    g.fillStyle = isFilled ? laneColour(isUnits ? "compute" : name, event[FLOPS]) : shades[i % 2];
+    const fill = laneColour(isUnits ? "compute" : name, event[FLOPS]);
+    g.fillStyle = isFilled ? fill : shades[i % 2];
     const gap = length > 3 ? 0.7 : 0;
     g.fillRect(start, y, Math.max(length - gap, 0.7), h);
 
     const hasRoom = length >= (isUnits ? 15 : 34);
     if (!hasRoom) return;
-    g.fillStyle = isFilled && isLit ? INK : text;
+    g.fillStyle = isFilled && isLit ? inkOn(fill) : text;
     const left = Math.max(start, GUTTER) + 3;
     g.fillText(shortened(g, plan.names[event[NAME]], end - left - 3), left, y + h / 2 + 0.5);
   });
+  g.restore();
+}
+/** Draw all lanes of a device as one: operations above, what is on the network below. */
+function drawFolded(g, { plan, device, y, h }, width) {
+  const isChosen = highlight(plan);
+  clip(g, y, width, h);
+  for (const event of device.events) {
+    const name = device.lanes[event[LANE]];
+    const isOperation = name === "compute";
+    const start = xOf(event[START]);
+    const end = xOf(event[END]);
+    if (!event[LANE] || end < GUTTER || start > width) continue;
+    const fraction = inCalls ? 1 : 0.6;
+    const top = isOperation || inCalls ? y : y + h * fraction;
+    g.globalAlpha = !isChosen || isChosen(event) ? 1 : 0.16;
+    g.fillStyle = laneColour(name, event[FLOPS]);
+    g.fillRect(start, top, Math.max(end - start, 0.7), isOperation || inCalls ? h * fraction : h);
+  }
   g.restore();
 }
 /** Return 1, 2 or 5 times a power of ten, of which a range has at most a number. */
@@ -424,7 +616,8 @@ function drawRuler(width) {
   const range = end - start;
   let unit = "µs";
   let factor = 1e6;
-  if (range >= 2) [unit, factor] = ["s", 1];
+  if (inCalls) [unit, factor] = [range > 1 ? "calls" : "call", 1];
+  else if (range >= 2) [unit, factor] = ["s", 1];
   else if (range >= 2e-3) [unit, factor] = ["ms", 1e3];
 
   const each = tick(range, Math.max(2, width / 120));
@@ -443,6 +636,8 @@ function shown() {
   });
 }
 function drawMemory(width) {
+  get("memory").hidden = inCalls;
+  if (inCalls) return;
   const g = context(get("memory"), width, MEMORY * plans.length);
   const highest = Math.max(...shown().map((device) => device.peak)) * 1.04;
   const [line, muted, text] = ["line", "muted", "text"].map(css);
@@ -477,17 +672,21 @@ function drawMemory(width) {
 }
 function drawLegend() {
   const entry = (colour, name) => `<span>${square(colour)}${escaped(name)}</span>`;
-  const entries = [entry(fills[0], "matrix products"), entry(fills[6], "other operations")];
+  const entries = [];
+  if (!inCalls) {
+    entries.push(entry(palette.compute[0], "matrix products"));
+    entries.push(entry(palette.compute[1], "other operations"));
+  }
   for (const name of allLanes) {
     if (name !== "compute") entries.push(entry(laneColour(name), name));
   }
-  entries.push("<span>memory:</span>");
+  if (!inCalls) entries.push("<span>memory:</span>");
   const samples = plans.flatMap((plan) => plan.devices.flatMap((device) => device.memory));
   data.purposes.forEach((name, k) => {
     const isUsed = samples.some((sample) => sample[k + 1]);
     if (isUsed) entries.push(entry(purposeFill(k), name));
   });
-  entries.push("<span>┄ peak</span>");
+  if (!inCalls) entries.push("<span>┄ peak</span>");
   get("time-legend").innerHTML = entries.join("");
 }
 function zoomTo(a, b) {
@@ -521,7 +720,8 @@ function hovered(event) {
   const row = lanes.find(({ y, h }) => event.offsetY >= y && event.offsetY < y + h + 2);
   if (event.target !== get("timeline") || !row || row.title) return null;
   const slack = 2 * range / timeWidth(); // two pixels
-  const isNear = (e) => e[LANE] === row.lane && t >= e[START] - slack && t <= e[END] + slack;
+  const isOfLane = (e) => (row.lane === null ? e[LANE] > 0 : e[LANE] === row.lane);
+  const isNear = (e) => isOfLane(e) && t >= e[START] - slack && t <= e[END] + slack;
   const near = row.device.events.filter(isNear);
   const longer = near.reduce((a, b) => (a && a[SECONDS] >= b[SECONDS] ? a : b), null);
   return longer && { row, event: longer, text: eventWords(row, longer) };
@@ -533,11 +733,13 @@ function sampleWords(t, [, ...sizes]) {
   });
   return `<b>${bytes(sum(sizes))} at ${seconds(t)}</b>${words.join("<br>")}`;
 }
-function eventWords({ plan, lane, name }, event) {
+function eventWords({ plan, device, name: laneName }, event) {
+  const lane = event[LANE];
+  const name = lane ? device.lanes[lane] : laneName;
   let title = escaped(plan.names[event[NAME]]);
   const unit = plan.names[event[UNIT]];
   const count = event[CALLS];
-  if (!lane) title = `unit ${title}`;
+  if (!lane && !inCalls) title = `unit ${title}`;
   if (count > 1) {
     title += lane ? ` and ${integer(count - 1)} more` : `: ${plural(count, "operation")}`;
   }
@@ -547,9 +749,10 @@ function eventWords({ plan, lane, name }, event) {
     const rate = event[FLOPS] / event[SECONDS];
     amounts.push(scaled(event[FLOPS], "FLOP"), scaled(rate, "FLOP/s"));
   }
-  const lines = lane && unit ? [`unit ${escaped(unit)}`] : [];
-  lines.push(amounts.join(" · "), `from ${seconds(event[START])} · ${escaped(name)}`);
-  if (event[ROW] >= 0) lines.push(code(plan.rows[event[ROW]].site));
+  const lines = lane && unit && !inCalls ? [`unit ${escaped(unit)}`] : [];
+  const begin = inCalls ? `call ${integer(event[START] + 1)}` : `from ${seconds(event[START])}`;
+  lines.push(amounts.join(" · "), `${begin} · ${escaped(name)}`);
+  if (event[ROW] >= 0) lines.push(siteOf(plan.rows[event[ROW]]));
   return `<b>${title}</b>${lines.join("<br>")}`;
 }
 /** Show words beside the pointer, where the window has room; without words hide them. */
@@ -568,8 +771,11 @@ function tip(event, words) {
 // -- numbers, details, tables ---------------------------------------------------------------------
 const TILES = {
   seconds: ["step", seconds],
+  mfu: ["MFU", percent, data.mfu],
+  tokens: ["tokens a second", (x) => scaled(x, "").trim()],
   peak: ["peak memory", bytes],
-  utilization: ["of peak FLOP/s", percent],
+  utilization: ["of peak FLOP/s", percent, "all operations, recomputed ones too"],
+  calls: ["calls of a rank", integer],
   sent: ["sent by a device", bytes],
   exposed: ["waits for network", seconds],
   idle: ["waits for stages", seconds],
@@ -578,10 +784,12 @@ const TILES = {
 const letter = (p) => (plans.length > 1 ? `<em>${"AB"[p]}</em> ` : "");
 function drawNumbers() {
   let tiles = "";
-  for (const [key, [title, format]] of Object.entries(TILES)) {
+  for (const [key, [title, format, words]] of Object.entries(TILES)) {
+    const isKnown = plans.some((plan) => (
+      key === "idle" ? plan.numbers.idle : plan.numbers[key] !== undefined));
+    if (!isKnown) continue;
     const values = plans.map((plan, p) => tileValue(key, format, p));
-    const hasStages = plans.some((plan) => plan.numbers.idle);
-    if (key !== "idle" || hasStages) tiles += `<div><span>${title}</span>${values.join("")}</div>`;
+    tiles += `<div title="${words || ""}"><span>${title}</span>${values.join("")}</div>`;
   }
   get("numbers").innerHTML = tiles;
 
@@ -598,6 +806,7 @@ function tileValue(key, format, p) {
   const plan = plans[p];
   const value = plan.numbers[key];
   const first = plans[0].numbers[key];
+  if (value === undefined) return `<b>${letter(p)}–</b>`;
   let words = `${letter(p)}${format(value)}`;
   if (key === "peak" && plan.capacity !== plans[p - 1]?.capacity) {
     words += ` <em>of ${bytes(plan.capacity).replace(".0 ", " ")}</em>`;
@@ -621,12 +830,94 @@ function table(head, rows) {
   const lines = rows.slice(0, MOST).map(line);
   const more = rows.length - MOST;
   if (more > 0) lines.push(`<tr><td colspan="9">and ${integer(more)} more</td></tr>`);
-  return `<table><tr>${head.map(title).join("")}</tr>${lines.join("")}</table>`;
+  const heads = head.some((x) => x.length) ? `<tr>${head.map(title).join("")}</tr>` : "";
+  return `<table>${heads}${lines.join("")}</table>`;
 }
 function row(name, number, isChosen) {
   return `tabindex="0" data-${name}="${number}" aria-selected="${isChosen}"`;
 }
 const amount = (x) => [bytes(x), `${integer(x)} bytes`];
+/** The line of the layer; of the step itself, which has none, the units that it is for. */
+function siteOf({ site, units }) {
+  if (site) return code(site);
+  return `<small>the step${units ? `, for ${escaped(units)}` : ""}</small>`;
+}
+
+// -- the plan, and what differs -------------------------------------------------------------------
+/** Write what the plan is; of two plans both, with the facts that differ. */
+function drawFacts() {
+  const titles = [...new Set(plans.flatMap(({ facts }) => Object.keys(facts)))];
+  const rows = titles.map((title) => {
+    const texts = plans.map(({ facts }) => facts[title] ?? "–");
+    const isSame = texts.every((text) => text === texts[0]);
+    const attributes = isSame ? "" : 'class="differs"';
+    const warned = title === "differs" ? texts.map((x) => `<span class="warn">${escaped(x)}</span>`) : null;
+    return [attributes, title, ...(warned || texts.map(escaped))];
+  });
+  const head = plans.length > 1 ? ["", "A", "B"] : ["", ""];
+  get("facts").innerHTML = table(head, rows);
+  get("facts-title").textContent = inCalls ? "Program" : "Plan";
+  if (plans.length > 1) drawDifferences();
+  else drawWhy();
+}
+/** Write why the plan is the best of a search: the others, and the term by which each is slower. */
+function drawWhy() {
+  const [{ others, tried, numbers }] = plans;
+  get("why-panel").hidden = !others.length;
+  get("facts-panel").classList.toggle("wide", !others.length);
+  const rows = others.map(({ plan, seconds: time, mfu, peak, reason }, i) => [
+    i ? "" : 'class="best"',
+    escaped(plan),
+    [seconds(time)],
+    [percent(mfu)],
+    [bytes(peak)],
+    escaped(i ? reason || "as fast" : "the best"),
+  ]);
+  const head = ["plan", ["step"], ["MFU"], ["peak"], "why not"];
+  get("why").innerHTML = table(head, rows);
+  const compared = tried ? ` <small>of ${integer(tried)} plans that were compared</small>` : "";
+  get("why-title").innerHTML = `Why this plan${compared}`;
+  if (others.length && Math.abs(others[0].seconds / numbers.seconds - 1) > 0.01) {
+    get("why-title").innerHTML += ` <small>its program: ${seconds(numbers.seconds)}</small>`;
+  }
+}
+/** Write the terms of two plans beside each other: seconds, memory at the peak and bytes sent. */
+function drawDifferences() {
+  const terms = plans.map(termsOf);
+  const titles = [...new Set(terms.flatMap((each) => [...each.keys()]))];
+  const rows = titles.map((title) => {
+    const [, format] = terms[0].get(title) || terms[1].get(title);
+    const [a, b] = terms.map((each) => (each.get(title) || [0])[0]);
+    const isChanged = Math.abs(b - a) > 0.005 * Math.max(Math.abs(a), Math.abs(b));
+    const sign = b > a ? "+" : "−";
+    let change = "=";
+    if (isChanged) change = `${b > a ? "▲" : "▼"} ${sign}${format(Math.abs(b - a))}`;
+    return [isChanged ? 'class="differs"' : "", title, [format(a)], [format(b)], [change]];
+  });
+  get("why-title").textContent = "Differences";
+  get("why").innerHTML = table(["", ["A"], ["B"], ["B − A"]], rows);
+}
+/** The terms of a plan, [value, format], by title. */
+function termsOf(plan) {
+  const terms = new Map();
+  const { numbers } = plan;
+  if (numbers.seconds) terms.set("step", [numbers.seconds, seconds]);
+  if (numbers.compute) terms.set("computation", [numbers.compute, seconds]);
+  for (const [axes, time] of Object.entries(plan.exposed || {})) {
+    terms.set(`waits for network: ${axes}`, [time, seconds]);
+  }
+  if (numbers.idle) terms.set("waits for stages", [numbers.idle, seconds]);
+  if (numbers.copies) terms.set("waits at the end", [numbers.copies, seconds]);
+  const fullest = plan.devices.reduce((a, b) => (b.peak > a.peak ? b : a));
+  for (const [purpose, size] of Object.entries(fullest.purposes)) {
+    terms.set(`memory: ${purpose}`, [size, bytes]);
+  }
+  for (const { collective, axes, sent } of plan.rows) {
+    const title = `sent: ${collective} along ${axes.join(", ")}`;
+    terms.set(title, [(terms.get(title) || [0])[0] + sent, bytes]);
+  }
+  return terms;
+}
 /** Write about the chosen leaf, and the memory and the shards of the chosen device. */
 function drawDetails() {
   const plan = chosen();
@@ -634,7 +925,7 @@ function drawDetails() {
   const leaf = plan.leaves[state.leaf];
   const holders = device.holders.map(([size, purpose, site]) => {
     const colour = purposeFill(data.purposes.indexOf(purpose));
-    return ["", square(colour) + purpose, amount(size), code(site)];
+    return ["", square(colour) + purpose, amount(size), siteOf({ site })];
   });
 
   const arrays = []; // of which the device has a shard, the largest first
@@ -652,11 +943,37 @@ function drawDetails() {
 
   const total = bytes(sum(arrays.map(({ size }) => size)));
   const words = `${written(plan, state.device)} · peak ${bytes(device.peak)}`;
+  if (inCalls) {
+    drawRank(plan, device);
+    return;
+  }
   get("details").innerHTML = (leaf ? leafWords(plan, leaf) : "")
     + `<h2>Device ${integer(state.device)} <small>${words}</small></h2>`
-    + `<h3>At the peak</h3>${table(["for", ["bytes"], "source line"], holders)}`
+    + `<h3>At the peak</h3>${purposesOf(device)}${table(["for", ["bytes"], "source line"], holders)}`
     + `<h3>${plural(arrays.length, "array")}, ${total}</h3>`
     + table(["array", "local shape", ["bytes"]], rows);
+}
+/** Write the bytes at the peak by purpose, the most first. */
+function purposesOf({ purposes }) {
+  const sorted = Object.entries(purposes).sort((a, b) => b[1] - a[1]);
+  const words = sorted.map(([purpose, size]) => (
+    `<span>${square(palette.purposes[purpose])}${purpose} ${bytes(size)}</span>`));
+  return `<p class="legend">${words.join("")}</p>`;
+}
+/** Write the calls of a rank, in order. */
+function drawRank(plan, device) {
+  const calls = device.events.filter((event) => event[LANE]);
+  const rows = calls.map((event, i) => [
+    row("row", event[ROW], event[ROW] === state.row),
+    [integer(i + 1)],
+    escaped(plan.names[event[NAME]]),
+    escaped(plan.rows[event[ROW]].axes.join(", ")),
+    amount(event[BYTES]),
+    siteOf(plan.rows[event[ROW]]),
+  ]);
+  get("details").innerHTML = `<h2>Rank ${integer(device.number)} <small>`
+    + `${written(plan, device.number)} · ${plural(calls.length, "call")}, ${bytes(device.sent)} sent</small></h2>`
+    + table([["call"], "collective", "axis", ["sent"], "source line"], rows);
 }
 /** The chosen leaf: its type, its shard of the chosen device, and the events of its unit. */
 function leafWords(plan, leaf) {
@@ -707,19 +1024,22 @@ function drawLedger() {
   const plan = chosen();
   const spent = (device, number) => (
     sum(device.events.map((event) => (event[ROW] === number ? event[SECONDS] : 0))));
-  const rows = plan.rows.map(({ collective, axes, calls, sent, site }, number) => {
-    const most = Math.max(...plan.devices.map((device) => spent(device, number)));
-    return [
+  const rows = plan.rows.map((each, number) => {
+    const { collective, axes, calls, sent } = each;
+    const cells = [
       row("row", number, number === state.row),
-      collective,
-      axes.join(", "),
+      escaped(collective),
+      escaped(axes.join(", ")),
       [integer(calls)],
       amount(sent),
-      [seconds(most)],
-      code(site),
     ];
+    if (!inCalls) {
+      cells.push([seconds(Math.max(...plan.devices.map((device) => spent(device, number))))]);
+    }
+    return [...cells, siteOf(each)];
   });
-  const head = ["collective", "axis", ["calls"], ["bytes sent"], ["seconds"], "source line"];
+  const head = ["collective", "axis", ["calls"], ["bytes sent"], "source line"];
+  if (!inCalls) head.splice(4, 0, ["seconds"]);
   get("ledger").innerHTML = table(head, rows);
 
   let words = `${bytes(plan.numbers.sent)} sent by a device`;
@@ -733,6 +1053,8 @@ function drawLedger() {
 }
 function drawLeaves() {
   const { leaves } = chosen();
+  get("leaves-panel").hidden = inCalls;
+  get("save-leaves").hidden = inCalls;
   const words = state.filter.toLowerCase().split(/\s+/);
   const rows = [];
   leaves.forEach((leaf, number) => {
@@ -823,7 +1145,7 @@ function choose(change) {
     const path = chosen().leaves[state.leaf]?.path;
     const leaf = next.leaves.findIndex((each) => each.path === path);
     const device = Math.min(state.device, meshSize(next) - 1);
-    change = { device, leaf, row: -1, ...change };
+    change = { device, leaf, row: -1, within: [], ...change };
   }
   Object.assign(state, change);
   writeUrl();
@@ -837,6 +1159,7 @@ function writeUrl() {
   const parts = { ...state };
   parts.leaf = chosen().leaves[state.leaf]?.path;
   parts.row = state.row >= 0 && `${state.row}`; // a text, as row 0 is written, too
+  parts.within = state.within.join(".");
   parts.zoom = b - a < 1 && state.zoom.map((x) => +x.toFixed(6)).join("-");
   const fragment = new URLSearchParams(Object.entries(parts).filter(([, value]) => value));
   try {
@@ -855,6 +1178,10 @@ function read() {
   state.device = bounded("device", meshSize(chosen()));
   state.leaf = chosen().leaves.findIndex((leaf) => leaf.path === parts.get("leaf"));
   state.row = parts.has("row") ? bounded("row", chosen().rows.length) : -1;
+  const digits = (parts.get("within") || "").split(".").filter(Boolean).map(Number);
+  const steps = chosen().axes.flatMap(stepsOf);
+  const areDigits = digits.every((digit, i) => digit >= 0 && digit < steps[i]?.n);
+  state.within = areDigits ? digits : [];
   const [a, b] = (parts.get("zoom") || "").split("-").map(Number);
   const isZoom = a >= 0 && a < b && b <= 1;
   state.zoom = isZoom ? [a, b] : [0, 1];
@@ -867,6 +1194,7 @@ function draw() {
   const box = focused?.closest("div, #details");
   const number = focused?.rowIndex;
   drawNumbers();
+  drawFacts();
   drawMesh();
   drawDetails();
   drawTimeline();
@@ -877,8 +1205,9 @@ function draw() {
 }
 /** Choose what an element is of: a plan, a row of the ledger, a leaf, or a range of time. */
 function pick(element) {
-  const target = element.closest("[data-row], [data-leaf], [data-from], [data-plan]");
-  const { row: number, leaf, from, to, plan } = target?.dataset || {};
+  const target = element.closest("[data-row], [data-leaf], [data-from], [data-plan], [data-within]");
+  const { row: number, leaf, from, to, plan, within } = target?.dataset || {};
+  if (within !== undefined) choose({ within: within ? within.split(".").map(Number) : [] });
   if (plan) choose({ plan: +plan });
   if (number) choose({ row: +number === state.row ? -1 : +number, leaf: -1 });
   if (leaf) choose({ leaf: +leaf === state.leaf ? -1 : +leaf, row: -1 });
@@ -905,6 +1234,8 @@ function press(key, target) {
   else if (tr && (key === "Enter" || key === " ")) pick(tr);
   else if (tr && dy) (dy < 0 ? tr.previousElementSibling : tr.nextElementSibling)?.focus();
   else if (target === get("mesh") && (dx || dy)) moveDevice([dx, dy]);
+  else if (target === get("mesh") && key === "Enter") enter(cellHere(chosen()));
+  else if (target === get("mesh") && key === "Backspace") leave();
   else if (isTime && dx) zoomBy(1, 0.5, 0.2 * dx);
   else if (isTime && "+=-".includes(key)) zoomBy(key === "-" ? 1 / 0.6 : 0.6);
   else if (isTime && (key === "0" || key === "Home")) zoomTo(0, 1);
@@ -918,19 +1249,19 @@ document.addEventListener("keydown", (event) => {
   const isShortcut = event.ctrlKey || event.metaKey || event.altKey; // of the browser
   if (!isShortcut && press(event.key, event.target)) event.preventDefault();
 });
-on("mesh", "click", (event) => {
-  const device = deviceAt(event);
-  if (device >= 0) choose({ device });
-});
+on("mesh", "click", (event) => enter(cellAt(event)));
 on("mesh", "mousemove", (event) => {
   const plan = chosen();
-  const device = deviceAt(event);
-  if (device < 0) {
+  const cell = cellAt(event);
+  if (cell < 0) {
     tip(event, "");
     return;
   }
-  const peak = bytes(representative(plan, device).peak);
-  tip(event, `<b>device ${integer(device)}</b>${written(plan, device)}<br>peak ${peak}`);
+  const device = cells.device[cell];
+  const { steps, devices } = cells.view;
+  const amountWords = `${inCalls ? "sends" : "peak"} ${bytes(amountOf(plan, device))}`;
+  const title = devices > 1 ? `${integer(devices)} devices` : `${inCalls ? "rank" : "device"} ${integer(device)}`;
+  tip(event, `<b>${title}</b>${writtenGroup(plan, steps, cells.digits[cell])}<br>${amountWords}`);
 });
 for (const id of ["mesh", "time"]) {
   on(id, "mouseleave", (event) => {

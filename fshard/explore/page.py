@@ -1,6 +1,7 @@
 """`page`: the cost of a step as one HTML file, which needs no network and no server.
 
     report ─> `document`: numbers, devices, ledger, leaves ─> JSON in page.html ─> page.js draws it
+    recording of another program ─> the same, of calls in order instead of seconds
 
 Neighbours on a lane that are thinner than a bin of the timeline are merged, so each device of the
 report has at most some thousand events. Other devices do what the device of their stage does.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,10 +24,15 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
 
-from fshard.explore.palette import fill
+from fshard.errors import PlanError
+from fshard.explore.described import DescribedPlan
+from fshard.explore.palette import COMPUTE, COPIES, MESSAGES, NETWORKS, PURPOSE_FILLS, fill
+from fshard.explore.recorded import recorded_plan
 from fshard.mesh.layout import Mesh, P, arithmetic
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.layout.tree import flatten_with_paths, path_text
+from fshard.source import Site
+from fshard.torch_collectives import Recording
 
 if TYPE_CHECKING:
     from fshard.plan.cost import Cost, DeviceCost
@@ -42,21 +48,27 @@ _HOLDERS = 12
 
 
 def page(
-    report: Cost, path: str | Path | None = None, *, compare: Cost | None = None
+    report: Cost | DescribedPlan | Recording,
+    path: str | Path | None = None,
+    *,
+    compare: Cost | DescribedPlan | Recording | None = None,
 ) -> Path | str:
     """Write the cost of a step as one HTML file: mesh, timeline, memory, ledger and leaves.
 
     Args:
-        report: of `fs.plan.cost`.
+        report: of `fs.plan.cost`; or a plan with its cost, from `describe`, so that the page has
+            the plan's facts too; or the `Recording` of a program of torch.distributed.
         path: of the file; None returns the text of the page.
-        compare: a second report, which is shown side by side on the same scale of time.
+        compare: a second one, which is shown beside the first, with what differs.
 
     Returns:
         The path, or the text.
     """
-    data = json.dumps(document(report, compare), separators=(",", ":"))
+    content = document(report, compare)
+    data = json.dumps(content, separators=(",", ":"))
+    titles = [plan["title"] for plan in content["plans"]]
     values = {
-        "title": escape(f"A step on {report.mesh.size:,} × {report.cluster.name}"),
+        "title": escape(" and ".join(dict.fromkeys(titles))),
         "style": _resource("css"),
         "script": _resource("js"),
         "data": data.replace("<", "\\u003c"),  # a "</script>" in a text would end the data
@@ -93,14 +105,72 @@ def is_report(x: object) -> TypeGuard[Cost]:
     return module is not None and isinstance(x, module.Cost)
 
 
-def document(report: Cost, compare: Cost | None = None) -> dict[str, Any]:
+def document(
+    report: Cost | DescribedPlan | Recording,
+    compare: Cost | DescribedPlan | Recording | None = None,
+) -> dict[str, Any]:
     """Return all that a page shows, of one report or of two."""
+    from fshard.plan.tables.summary import DEFINITION
     from fshard.plan.trace import PURPOSES
 
-    plans = [_plan(report)]
-    if compare is not None:
-        plans.append(_plan(compare))
-    return {"purposes": PURPOSES, "fills": [fill(shard) for shard in range(11)], "plans": plans}
+    shown = [report] if compare is None else [report, compare]
+    are_recordings = {isinstance(each, Recording) for each in shown}
+    if len(are_recordings) > 1:
+        raise PlanError(
+            "explore: both must be plans or both recordings; got one of each. Write two pages."
+        )
+    return {
+        "clock": "calls" if isinstance(report, Recording) else "seconds",
+        "mfu": DEFINITION,
+        "purposes": PURPOSES,
+        "fills": [fill(shard) for shard in range(11)],
+        "colours": {
+            "compute": COMPUTE,
+            "networks": NETWORKS,
+            "messages": MESSAGES,
+            "copies": COPIES,
+            "purposes": PURPOSE_FILLS,
+        },
+        "plans": [_shown(each) for each in shown],
+    }
+
+
+def _shown(each: Cost | DescribedPlan | Recording) -> dict[str, Any]:
+    """Return what the page shows of a plan, a cost or a recording."""
+    if isinstance(each, Recording):
+        return recorded_plan(each)
+    if isinstance(each, DescribedPlan):
+        return _described(each)
+    facts = {
+        "layout": _mesh_text(each.mesh),
+        "cluster": f"{each.mesh.size:,} × {each.cluster.name}",
+    }
+    title = f"A step on {each.mesh.size:,} × {each.cluster.name}"
+    return {"title": title, "facts": facts, "others": [], "tried": 0, **_plan(each)}
+
+
+def _described(described: DescribedPlan) -> dict[str, Any]:
+    cost = described.cost
+    plan = _plan(cost)
+    numbers: dict[str, float] = {"seconds": cost.seconds}
+    numbers["mfu"] = described.flops / (cost.seconds * cost.mesh.size * cost.cluster.peak("bf16"))
+    del plan["numbers"]["utilization"]  # one number of utilization on a page
+    if described.tokens:
+        numbers["tokens"] = described.tokens / cost.seconds
+    facts = described.facts()
+    name, _, _ = described.model.partition(",")
+    return {
+        **plan,
+        "title": f"{name} on {cost.mesh.size:,} × {cost.cluster.name}",
+        "facts": facts,
+        "others": [*described.others],
+        "tried": described.tried,
+        "numbers": {**numbers, **plan["numbers"]},
+    }
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    return str(mesh).partition(";")[0] + ")"
 
 
 class Numbering(dict[Any, int]):
@@ -121,6 +191,7 @@ def _plan(report: Cost) -> dict[str, Any]:
         "exposed": sum(times.exposed.values()),
         "idle": times.idle,
         "compute": times.compute,
+        "copies": times.copies,
     }
 
     rows: list[dict[str, Any]] = []
@@ -133,7 +204,7 @@ def _plan(report: Cost) -> dict[str, Any]:
                 "axes": row.axes,
                 "calls": calls,
                 "sent": float(sent),
-                "site": str(row.site),
+                "site": _site_text(row.site),
             }
         )
 
@@ -142,13 +213,15 @@ def _plan(report: Cost) -> dict[str, Any]:
     devices: list[dict[str, Any]] = []
     for number, device in report.devices.items():
         devices.append(_device(number, device, names, row_numbers))
+    _add_units(rows, devices, [*names])
     leaves = [*_leaves(report.arguments, layouts)]
     mesh = report.mesh
     return {
-        "mesh": str(mesh).partition(";")[0] + ")",
+        "mesh": _mesh_text(mesh),
         "axes": mesh.axes,
         "stage": _stage_axis(report),
         "capacity": report.cluster.memory,
+        "exposed": {"+".join(axes): seconds for axes, seconds in times.exposed.items()},
         "numbers": numbers,
         "devices": devices,
         "rows": rows,
@@ -156,6 +229,54 @@ def _plan(report: Cost) -> dict[str, Any]:
         "layouts": [_shards(mesh, spec, shape) for spec, shape in layouts],
         "names": [*names],
     }
+
+
+def _site_text(site: Site) -> str:
+    """Return a line of the program; "" for one of the step, which is fshard's own."""
+    return str(site) if site.is_of_program else ""
+
+
+def _add_units(
+    rows: Sequence[dict[str, Any]], devices: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> None:
+    """Add to each row of the ledger the units of parameters that its calls are for."""
+    units: dict[int, dict[str, None]] = defaultdict(dict)
+    for device in devices:
+        for *_, number, unit in device["events"]:
+            name = names[int(unit)]
+            if number >= 0 and name:
+                units[number][name] = None
+    for number, row in enumerate(rows):
+        row["units"] = units_text([*units[number]])
+
+
+def units_text(units: Sequence[str]) -> str:
+    """Write the names of units; those that are numbered alike as ranges.
+
+    >>> units_text(["head", "layers[2]", "layers[0]", "layers[1]", "layers[4]"])
+    'head, layers[0-2, 4]'
+    """
+    numbers: dict[str, list[int]] = {}
+    for unit in units:
+        name, bracket, number = unit.removesuffix("]").rpartition("[")
+        is_numbered = bool(bracket) and number.isdecimal()
+        numbers.setdefault(name if is_numbered else unit, [])
+        if is_numbered:
+            numbers[name].append(int(number))
+    texts: list[str] = []
+    for name, indices in numbers.items():
+        texts.append(f"{name}[{_ranges(sorted(indices))}]" if indices else name)
+    return ", ".join(texts)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join([f"{a}-{b}" if a < b else str(a) for a, b in runs])
 
 
 def _stage_axis(report: Cost) -> int | None:
@@ -236,11 +357,17 @@ def _device(
 
     width_of_thin = width if len(events) > EVENTS else 0.0
     merged = _merged(units, inf) + _merged(events, width_of_thin)
-    holders = device.used.holders()[:_HOLDERS]
+    holders = device.used.holders()
+    purposes = Counter[str]()
+    for holder in holders:
+        purposes[holder.purpose] += holder.bytes
     return {
         "number": number,
         "peak": device.used.peak(),
-        "holders": [[size, purpose, str(site)] for size, purpose, site in holders],
+        "holders": [
+            [size, purpose, _site_text(site)] for size, purpose, site in holders[:_HOLDERS]
+        ],
+        "purposes": dict(purposes),
         "lanes": [*lanes],
         "events": [event.as_list() for event in merged],
         "memory": [*highest.values()],

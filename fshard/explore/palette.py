@@ -23,6 +23,27 @@ _FILLS = (
     "#a9b8c6",  # steel
 )
 
+# Colours of a timeline and of the memory below. Those of one chart are at least 20 units of CIE Lab
+# apart, and no colour is in both, also as seen with one kind of cones less; all
+# contrast with a light and a dark page: tests/explore/test_palette.py.
+COMPUTE = ("#0072b2", "#56b4e9")
+"""Matrix products, and other operations."""
+NETWORKS = ("#e69f00", "#cc0044", "#7700dd", "#bb5511", "#773366")
+"""Collectives, by axis: later ones begin again."""
+MESSAGES = "#aa8899"
+COPIES = "#bbccaa"
+PURPOSE_FILLS = {
+    "parameters": "#115544",
+    "gradients": "#aa7700",
+    "state": "#7711bb",
+    "unsharded": "#cc77ff",
+    "activations": "#88bbbb",
+    "buffers": "#777744",
+    "source": "#881188",
+    "other": "#ccbb88",
+}
+"""Memory, by purpose."""
+
 
 def fill(shard: int) -> str:
     """Return the colour of a shard.

@@ -31,7 +31,7 @@ from fshard.mesh.layout.counting import Purpose, counting, counting_by
 from fshard.mesh.layout.kinds import memory_of
 from fshard.mesh.runtimes.buffers import open_limits
 from fshard.mesh.spmd.scope import here
-from fshard.source import call_site
+from fshard.source import Site, call_site
 
 _ops: Any = torch.ops.aten
 _ACROSS = {
@@ -212,8 +212,12 @@ class CountStorages(TorchDispatchMode):
             device = scope.number
         elif current.owner is not None:
             device = current.owner
-        site = call_site(current.site)
+        site = self._site(current.site)
         return MemoryBlock(size, kind, purpose, device, site, self.usage.new_address())
+
+    def _site(self, default: Site | None) -> Site:
+        """Return the line of the program that allocates."""
+        return call_site(default)
 
     def _add_new(
         self,

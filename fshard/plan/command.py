@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -31,7 +32,6 @@ from fshard.parallelism.tables import read_table
 from fshard.parallelism.value import FIELDS, Parallelism
 from fshard.plan.calibrate import calibrate
 from fshard.plan.cluster import PRESETS, Cluster, cluster
-from fshard.plan.cost import Cost
 from fshard.plan.estimate import PlanEstimate
 from fshard.plan.hugging_face.modules import model_of_config
 from fshard.plan.layers import LayerTracer
@@ -77,7 +77,7 @@ def run_plan(arguments: Sequence[str]) -> int:
         Path(options.json).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     if options.out is not None:
         best_by(options.goal, plans).save(options.out)
-        _append_run(options.out, run)
+        _append_run(options.out, run, plans)
     return 0
 
 
@@ -235,15 +235,23 @@ def _joined(searches: Sequence[Plans]) -> Plans:
     return Plans(estimates, [], sum([plans.tried for plans in searches]))
 
 
-def _append_run(path: str, run: Mapping[str, Any]) -> None:
-    """Append the table of arguments; the path of the model is from any folder."""
-    table = {**run, "config": str(Path(run["config"]).resolve())}
-    lines = ["", "[run]"]
-    for name, value in table.items():
-        if value is not None:
-            lines.append(f"{name} = {json.dumps(value)}")
+def _append_run(path: str, run: Mapping[str, Any], plans: Plans) -> None:
+    """Append the arguments, with the path of the model from any folder, and the best plans."""
+    table = {**run, "config": str(Path(run["config"]).resolve()), "tried": plans.tried}
+    lines = ["", "[run]", *_lines(table)]
+    for row in plans.rows():
+        lines += ["", "[[run.plans]]", *_lines(row)]
     with Path(path).open("a", encoding="utf-8") as file:
         file.write("\n".join([*lines, ""]))
+
+
+def _lines(values: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a table of TOML; None, which TOML has not, is left out."""
+    lines = list[str]()
+    for name, value in values.items():
+        if value is not None:
+            lines.append(f"{name} = {json.dumps(value)}")
+    return lines
 
 
 def model_and_machine(
@@ -255,18 +263,21 @@ def model_and_machine(
     return model_of_config(run["config"], sequence=run.get("sequence")), machine
 
 
-def cost_of_plan(path: str) -> Cost:
-    """Return the cost of the program of a plan that `fshard plan -o` has written."""
-    estimate, model = plan_of_file(path)
-    module = model.build() if isinstance(model, Transformer) else model
-    try:
-        return estimate.cost(module)
-    except (ValueError, RuntimeError) as error:  # of numbers that no search has written
-        text = str(error).partition("\n")[0]
-        raise PlanError(f"explore: the plan of {path} must have a program; {text}") from None
+class SavedPlan(NamedTuple):
+    """A plan that `fshard plan -o` has written.
+
+    Args:
+        estimate: of the plan, on its machine.
+        model: that was searched.
+        run: the arguments and the best plans of the search.
+    """
+
+    estimate: PlanEstimate
+    model: Transformer | nn.Module
+    run: Mapping[str, Any]
 
 
-def plan_of_file(path: str) -> tuple[PlanEstimate, Transformer | nn.Module]:
+def plan_of_file(path: str) -> SavedPlan:
     """Return the plan that `fshard plan -o` has written, and its model."""
     run = read_table(path, "explore").get("run", {})
     _validate_run(run, path)
@@ -275,7 +286,7 @@ def plan_of_file(path: str) -> tuple[PlanEstimate, Transformer | nn.Module]:
     if plan.data is None:
         raise PlanError(f"explore: {path} must have data as a number; got none.")
     tracer = LayerTracer(layered_model(model, batch, OPTIMIZER, None, None), machine)
-    return PlanEstimate(plan, tracer), model
+    return SavedPlan(PlanEstimate(plan, tracer), model, run)
 
 
 def _validate_run(run: Any, path: str) -> None:
@@ -285,18 +296,35 @@ def _validate_run(run: Any, path: str) -> None:
             f"explore: {path} must be a file of `fshard plan -o`, with config and gpu in a table "
             f"run; got {run}."
         )
-    unknown = [name for name in run if name not in _RUN]
+    unknown = [name for name in run if name not in (*_RUN, "tried", "plans")]
     wrong = [name for name in ("config", "gpu") if not isinstance(run[name], str)]
-    for name in ("node", "sequence"):
+    for name in ("node", "sequence", "tried"):
         value = run.get(name)
         if value is not None and (type(value) is not int or not 1 <= value <= LONGEST):
             wrong.append(name)
+    if not _are_rows(run.get("plans", [])):
+        wrong.append("plans")
     if unknown or wrong:
         names = ", ".join([*unknown, *wrong])
         raise PlanError(
             f"explore: the table run of {path} must be as `fshard plan -o` writes it; "
             f"got another {names}."
         )
+
+
+def _are_rows(rows: Any) -> bool:
+    """Return True for plans as `Plans.rows` has them."""
+    if not isinstance(rows, list):
+        return False
+    for row in cast(list[Any], rows):
+        values = cast(dict[str, Any], row) if isinstance(row, dict) else {}
+        texts = [values.get(name) for name in ("plan", "reason")]
+        numbers = [values.get(name) for name in ("seconds", "mfu", "peak")]
+        are_texts = all([isinstance(text, str) for text in texts])
+        are_numbers = all([isinstance(x, int | float) and isfinite(x) for x in numbers])
+        if not are_texts or not are_numbers:
+            return False
+    return True
 
 
 def run_calibrate(arguments: Sequence[str]) -> int:

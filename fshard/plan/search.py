@@ -31,8 +31,8 @@ from fshard.plan.space import (
     divisors_text,
     plan_choices,
 )
-from fshard.plan.tables.layout import as_constraints, layout_fields
-from fshard.plan.tables.summary import Training, digits, plans_dict, plans_table
+from fshard.plan.tables.layout import as_constraints, layout_fields, layout_text
+from fshard.plan.tables.summary import SHOWN, Training, digits, plans_dict, plans_table
 from fshard.plan.tables.why import rejected_text, slower_text
 from fshard.tables import Tabular, text_of
 
@@ -100,6 +100,21 @@ class Plans(Tabular):
             tokens, price: see `table`.
         """
         return text_of(self.table(tokens=tokens, price=price))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the numbers of the ten best plans, and the term by which each is slower."""
+        rows = list[dict[str, Any]]()
+        for estimate in self.estimates[:SHOWN]:
+            rows.append(
+                {
+                    "plan": layout_text(estimate.plan),
+                    "seconds": estimate.seconds,
+                    "mfu": estimate.utilization(),
+                    "peak": float(estimate.peak),
+                    "reason": self.slower(estimate),
+                }
+            )
+        return rows
 
     def slower(self, estimate: PlanEstimate) -> str:
         """Return the term by which a plan is slower than the first; "" if there is none."""

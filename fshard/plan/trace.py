@@ -26,8 +26,12 @@ from fshard.mesh.collectives.ledger import Ledger, writing_to
 from fshard.mesh.layout import Memory, dtype_name
 from fshard.mesh.layout.counting import MEMORIES, LedgerRow, Purpose, counting, without_counters
 from fshard.mesh.runtimes.abstract import Mail
+from fshard.source import Site
 
 _ops: Any = torch.ops.aten
+_torch: Any = torch  # these two names have no public ones
+_current_node = _torch._C._current_autograd_node
+_next_sequence_number = _torch.autograd._get_sequence_nr
 
 _WITHOUT_TRAFFIC = {
     _ops.empty,
@@ -155,6 +159,22 @@ class StepRecorder(CountStorages):
         self._events = events
         # The index of the start of each collective under way, by the identity of its delivery.
         self._starts = dict[int, int]()
+        # The line of the forward of each node of the graph, by its sequence number.
+        self._lines = dict[int, Site]()
+
+    def _site(self, default: Site | None) -> Site:
+        """Return the line of the layer, which in a backward is that of its forward.
+
+        There is no frame of the layer in a backward, so the sequence numbers of torch's graph lead
+        to its line: an operation of a forward runs when its node has just taken the last number.
+        """
+        node: Any = _current_node()
+        # With gradients it is a forward that a backward runs again.
+        if node is not None and not torch.is_grad_enabled():
+            return self._lines.get(node._sequence_nr()) or super()._site(default)
+        site = super()._site(default)
+        self._lines.setdefault(_next_sequence_number() - 1, site)
+        return site
 
     def __torch_dispatch__(
         self,

@@ -2,65 +2,20 @@
 
 import json
 import re
-import shutil
-import subprocess
 import sys
-from functools import cache
 from html import unescape
 from types import SimpleNamespace
-from urllib.parse import unquote
 
 import pytest
-import torch
 
 import fshard as fs
-from fshard import P, optim
 from fshard.explore.page import document, page
 from fshard.mesh.layout import flatten
-from fshard.plan import cluster, cost
 from fshard.plan.trace import CollectiveStart, MessageSend
+from tests.explore.browser import BROWSER, shown_by
+from tests.explore.reports import staged, zero
 
-BROWSER = shutil.which("chromium")
 LANE, START, END, SECONDS, NAME, BYTES, FLOPS, CALLS, ROW, UNIT = range(10)
-meta = torch.device("meta")
-
-
-@cache
-def zero(stage=3, devices=4):
-    """Return the report of three layers, whose numbers the devices do not divide."""
-    mesh = fs.make_mesh({"data": 2, "model": 2}, runtime="abstract")
-    weights = [torch.empty(30, 30, device=meta) for _ in range(3)]
-    params = fs.shard_params(weights, fs.fsdp("data", unit="[*]") if stage == 3 else P(), mesh=mesh)
-    opt = fs.partition_optimizer(optim.adamw(0.1), mesh=mesh, axis="data", stage=stage)
-
-    def loss_fn(params, x):
-        for w in params:
-            x = torch.tanh(x @ w)
-        return x.square().mean()
-
-    step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True)
-    arguments = params, opt.init(params), torch.empty(4 * devices, 30, device=meta)
-    return cost(step, *arguments, cluster=cluster("h100", node=8), sizes={"data": devices})
-
-
-@cache
-def staged():
-    mesh = fs.make_mesh({"pipe": 2, "data": 3}, runtime="abstract")
-    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=2)
-    weights = [[torch.empty(8, 8, device=meta)] for _ in range(2)]
-    params = fs.shard_stages(weights, fs.fsdp("data"), mesh=mesh, schedule=schedule)
-    opt = fs.partition_optimizer(optim.adamw(0.1), mesh=mesh, axis="data", stage=3)
-    options = {
-        "mesh": mesh,
-        "batch": P("data"),
-        "schedule": schedule,
-        "loss": lambda y, x: y.sum(),
-        "donate": True,
-    }
-    step = fs.train_step([lambda params, x: torch.tanh(x @ params[0])] * 2, opt, **options)
-    return cost(
-        step, params, opt.init(params), torch.empty(12, 8, device=meta), cluster=cluster("h100")
-    )
 
 
 REPORTS = {"stage 3": zero, "stage 1": lambda: zero(1), "stages": staged}
@@ -148,37 +103,6 @@ def test_visualize_shows_the_page_in_a_notebook(monkeypatch):
     assert unescape(re.search(r'srcdoc="(.*?)"', shown[0]["text/html"], re.DOTALL)[1]) == page(
         zero()
     )
-
-
-CLICKS = """<script>{
-const notes = [], note = (id) => notes.push(get(id).textContent.replace(/\\s+/g, " "));
-const click = (target, x = 0, y = 0) => {
-  const box = target.getBoundingClientRect(), point = { clientX: box.left + x, clientY: box.top + y, bubbles: true };
-  target.dispatchEvent(new MouseEvent("click", point));
-};
-const strike = (target, key) => target.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
-try { %s } catch (error) { notes.push(String(error)); }
-document.body.innerHTML = `<pre>${JSON.stringify(notes.map((x) => encodeURIComponent(x)))}</pre>`;
-}</script></body>"""
-
-
-def shown_by(text, script, tmp_path):
-    """Return what a script notes in a browser, and the milliseconds of the first drawing."""
-    (path := tmp_path / "page.html").write_text(
-        text.replace("</body>", CLICKS % script), encoding="utf-8"
-    )
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--window-size=1300,900",
-        "--dump-dom",
-    ]
-    dom = subprocess.run(
-        [BROWSER, *options, path.as_uri()], capture_output=True, text=True, check=True
-    ).stdout
-    notes = json.loads(re.findall(r"<pre>(.*?)</pre>", dom)[-1])
-    return [unquote(note) for note in notes], int(re.search(r'data-drawn="(\d+)"', dom)[1])
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")

@@ -1,0 +1,39 @@
+"""A page in a browser: what a script that clicks in it notes."""
+
+import json
+import re
+import shutil
+import subprocess
+from urllib.parse import unquote
+
+BROWSER = shutil.which("chromium")
+
+CLICKS = """<script>{
+const notes = [], note = (id) => notes.push(get(id).textContent.replace(/\\s+/g, " "));
+const click = (target, x = 0, y = 0) => {
+  const box = target.getBoundingClientRect(), point = { clientX: box.left + x, clientY: box.top + y, bubbles: true };
+  target.dispatchEvent(new MouseEvent("click", point));
+};
+const strike = (target, key) => target.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+try { %s } catch (error) { notes.push(String(error)); }
+document.body.innerHTML = `<pre>${JSON.stringify(notes.map((x) => encodeURIComponent(x)))}</pre>`;
+}</script></body>"""
+
+
+def shown_by(text, script, tmp_path):
+    """Return what a script notes in a browser, and the milliseconds of the first drawing."""
+    (path := tmp_path / "page.html").write_text(
+        text.replace("</body>", CLICKS % script), encoding="utf-8"
+    )
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1300,900",
+        "--dump-dom",
+    ]
+    dom = subprocess.run(
+        [BROWSER, *options, path.as_uri()], capture_output=True, text=True, check=True
+    ).stdout
+    notes = json.loads(re.findall(r"<pre>(.*?)</pre>", dom)[-1])
+    return [unquote(note) for note in notes], int(re.search(r'data-drawn="(\d+)"', dom)[1])
