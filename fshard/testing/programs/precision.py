@@ -60,6 +60,7 @@ class InFloat64(TorchFunctionMode):
 
         if func is Tensor.float:
             func = Tensor.double
+        func = _WITHOUT_FLOAT64.get(func, func)
         arguments = [self.argument(x) for x in args]
         named = {name: self.argument(x) for name, x in kwargs.items()}
         return self._result(func(*arguments, **named))
@@ -112,6 +113,49 @@ def widen(x: Any) -> None:
     is_own = type(x) in (Tensor, nn.Parameter)
     if is_own and x.dtype is torch.float32 and x.grad_fn is None:
         x.data = x.data.double()
+
+
+def _grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiply groups of rows by a matrix each, or groups of columns, as torch does in float32.
+
+    `offs` are the ends of the groups.
+    """
+    if offs is None:
+        out = a @ b
+    else:
+        starts = [0, *offs.tolist()[:-1]]
+        products: list[Tensor] = []
+        for i, (start, end) in enumerate(zip(starts, offs.tolist(), strict=True)):
+            if a.ndim == 2 and b.ndim == 2:
+                products.append(a[:, start:end] @ b[start:end])
+            elif a.ndim == 2:
+                products.append(a[start:end] @ b[i])
+            else:
+                products.append(a[i] @ b[:, start:end])
+        if a.ndim == 2 and b.ndim == 2:
+            out = torch.stack(products)
+        elif a.ndim == 2:
+            # Rows after the last group belong to none.
+            out = torch.cat([*products, a.new_zeros(len(a) - starts[-1] - len(products[-1]), b.shape[-1])])
+        else:
+            out = torch.cat(products, -1)
+    if bias is not None:
+        out = out + bias
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+_WITHOUT_FLOAT64: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.grouped_mm: _grouped_mm,
+    torch._grouped_mm: _grouped_mm,
+}
+"""Functions that torch has in lower dtypes only, with others that compute the same."""
 
 
 # -- what is sent ----------------------------------------------------------------------------------
