@@ -47,7 +47,12 @@ def judge_ranks(
     return [*run.dtypes.rows(mesh), *rows]
 
 
-def notes_on(axes: Axes, ranks: Sequence[RankRecord], single: RankRecord) -> list[str]:
+def notes_on(
+    axes: Axes,
+    ranks: Sequence[RankRecord],
+    single: RankRecord,
+    dtype: torch.dtype | None = None,
+) -> list[str]:
     """Return what a reader of the verdict must know besides."""
     notes: list[str] = []
     for name in equal_axes(ranks, axes):
@@ -58,9 +63,10 @@ def notes_on(axes: Axes, ranks: Sequence[RankRecord], single: RankRecord) -> lis
             )
         else:
             notes.append(f"Batches are equal along {name}, so its ranks count as replicas.")
-    lower = sorted({str(dtype) for dtype in _Dtypes(ranks, None).all_seen} - {"torch.float64"})
+    dtypes = _Dtypes(ranks, dtype)
+    lower = [str(dtype) for dtype in dtypes.seen if dtype not in dtypes.undeclared]
     if lower:
-        notes.append(f"Bounds are those of {', '.join(lower)}, which the program computes in.")
+        notes.append(f"Bounds are those of {', '.join(sorted(lower))}, in which it computes or sends.")
     if all(loss is None for loss in single.losses):
         notes.append("The program returns no loss, so gradients and parameters alone are compared.")
     return notes
@@ -133,7 +139,7 @@ class _Dtypes:
         for dtype in sent:
             if TOLERANCES[dtype] > TOLERANCES[_lowest(allowed)]:
                 self.undeclared.append(dtype)
-        self.all_seen = computed | sent | rounded
+        self.seen = computed | sent | rounded
         self.of_gradients = _lowest(allowed | sent)
         # An update may compute in a dtype of its own, as Muon does.
         self.of_changes = _lowest(allowed | sent | rounded)
@@ -193,18 +199,18 @@ class _Run(NamedTuple):
         change = self._change(step, name, slices)
         gradient = self._gradient(step, name, slices, largest_of_all)
         given = self._given(step, name, slices, largest_of_all)
-        is_updated_right = change.is_within_bound()
 
         is_exact = self.dtypes.of_gradients == torch.float64
         if gradient is not None and is_exact and _is_small_multiple(gradient):
             gradient = gradient._replace(bound=0.0)
-        if gradient is not None:
+        if gradient is not None and self._is_local(gradient):
             scale = self._scale_of_sum(gradient)
-            is_reduced_later = scale is not None and is_updated_right
-            if is_reduced_later and (given is None or given.is_within_bound()):
-                note = "gradients are reduced after loss(); the parameters agree"
-                gradient = gradient._replace(shards=None, full=None, note=note)
-                given = None
+            is_given_local = given is None or self._is_local(given)
+            is_right_later = change.is_within_bound() or not is_given_local
+            if scale is not None and is_right_later:
+                # Reduced in `step()`: what is left to judge is what comes of it.
+                gradient = gradient._replace(shards=None, full=None, note=_REDUCED_LATER)
+                given = None if is_given_local else given
             elif scale is not None:
                 gradient = gradient._replace(cause=_unreduced_text(scale, len(slices)))
         for comparison in (gradient, given, change):
@@ -224,7 +230,17 @@ class _Run(NamedTuple):
         shards: dict[int, Tensor] = {}
         for rank, x in grads.items():
             shards[rank] = torch.zeros_like(self.ranks[rank].start[name]) if x is None else x
-        return self._compared(step, name, "gradient", shards, expected, largest_of_all)
+        comparison = self._compared(step, name, "gradient", shards, expected, largest_of_all)
+        return comparison._replace(hint=self._kept_text(step, name, slices))
+
+    def _kept_text(self, step: int, name: str, slices: Slices) -> str:
+        """Describe ranks whose gradient was not 0 when a step began, as that of one process was."""
+        if _has_kept(self.single, step, name):
+            return ""
+        ranks = [str(rank) for rank in slices if _has_kept(self.ranks[rank], step, name)]
+        if not ranks:
+            return ""
+        return f"; it was not 0 when the step began on rank {', '.join(ranks)}"
 
     def _given(
         self, step: int, name: str, slices: Slices, largest_of_all: float
@@ -310,34 +326,42 @@ class _Run(NamedTuple):
             noise |= is_small & (actual != expected)
         return noise
 
+    def _groups(self, comparison: Comparison) -> list[tuple[int, list[Tensor]]]:
+        """Return the shards of ranks that have the same elements, with the first rank of each."""
+        assert comparison.shards is not None and comparison.full is not None
+        by_rank = dict(zip(comparison.shards.devices, comparison.shards.shards, strict=True))
+        numbers = torch.arange(comparison.full.numel()).reshape(comparison.full.shape)
+        groups: dict[bytes, tuple[int, list[Tensor]]] = {}
+        for rank, x in by_rank.items():
+            elements = self.layouts[comparison.leaf][rank].of(numbers).numpy().tobytes()
+            _, members = groups.setdefault(elements, (rank, []))
+            members.append(x)
+        return list(groups.values())
+
+    def _is_local(self, comparison: Comparison) -> bool:
+        """Return True if ranks that have the same elements have other values, beyond rounding."""
+        if comparison.is_within_bound():
+            return False
+        for _, members in self._groups(comparison):
+            if not all(_is_near(members[0], x, comparison.bound) for x in members):
+                return True
+        return False
+
     def _scale_of_sum(self, gradient: Comparison) -> float | None:
-        """Return what the gradient is of the sum of those of ranks, if these differ.
+        """Return what the gradient of one process is of the sum of those of ranks.
 
         It is one over a number of ranks, as for a mean, or 1; None if it is none.
         """
-        shards = gradient.shards
-        assert shards is not None and gradient.full is not None
-        if gradient.is_within_bound():
-            return None
-        slices = self.layouts[gradient.leaf]
-        groups: dict[bytes, list[int]] = {}
-        numbers = torch.arange(gradient.full.numel()).reshape(gradient.full.shape)
-        for rank, each in slices.items():
-            groups.setdefault(each.of(numbers).numpy().tobytes(), []).append(rank)
-
-        by_rank = dict(zip(shards.devices, shards.shards, strict=True))
-        is_local = False
+        assert gradient.full is not None
         scales = {1.0 / n for n in (1, *self.counts().values())}
-        for group in groups.values():
-            members = [by_rank[rank] for rank in group]
-            is_local = is_local or not all(torch.equal(members[0], x) for x in members)
+        for rank, members in self._groups(gradient):
             total = torch.stack(members).sum(0)
-            expected = slices[group[0]].of(gradient.full)
-            bound = max(gradient.bound, 1e-15 * largest(total))
-            scales = {s for s in scales if _is_near(s * total, expected, bound)}
-        if not is_local or not scales:
-            return None
-        return min(scales)
+            expected = self.layouts[gradient.leaf][rank].of(gradient.full)
+            scales = {s for s in scales if _is_near(s * total, expected, gradient.bound)}
+        return min(scales, default=None)
+
+
+_REDUCED_LATER = "gradients are reduced in step(); what comes of them is compared"
 
 
 def _is_small_multiple(gradient: Comparison) -> bool:
@@ -353,6 +377,10 @@ def _is_small_multiple(gradient: Comparison) -> bool:
         return False
     x = shards.flattened()
     return constant_factor(x, shards.same_elements_of(full), gradient.tolerance) is not None
+
+
+def _has_kept(record: RankRecord, step: int, name: str) -> bool:
+    return step < len(record.kept) and name in record.kept[step]
 
 
 def _is_near(x: Tensor, y: Tensor, bound: float) -> bool:

@@ -46,6 +46,7 @@ class RankRecord(NamedTuple):
         grads: of each step, before `step()`.
         params: after each step.
         given: the gradients that an optimizer of torch was given, in each step.
+        kept: the parameters whose gradients were not 0 when a step began, in each step.
         frozen: the parameters that require no gradient.
         tied: other names of parameters, with their first ones.
         order: the parameters in the order in which the forward uses them.
@@ -61,6 +62,7 @@ class RankRecord(NamedTuple):
     grads: list[Tensors]
     params: list[Tensors]
     given: Sequence[Tensors] = ()
+    kept: Sequence[frozenset[str]] = ()
     frozen: frozenset[str] = frozenset()
     tied: Mapping[str, str] = {}
     order: Sequence[str] = ()
@@ -101,16 +103,15 @@ def record(
                 for own, leaves in zip(run.batches, batches, strict=True)
             ]
         result = RankRecord(
-            [_leaf_copies(batch) for batch in run.batches],
-            [],
-            full_tensors(run.model),
-            [],
-            [],
-            [],
-            frozenset(
-                [name for name, x in named_parameters(run.model) if not x.requires_grad]
-            ),
-            tied_names(run.model),
+            batches=[_leaf_copies(batch) for batch in run.batches],
+            losses=[],
+            start=full_tensors(run.model),
+            grads=[],
+            params=[],
+            given=[],
+            kept=[],
+            frozen=frozenset([name for name, x in named_parameters(run.model) if not x.requires_grad]),
+            tied=tied_names(run.model),
             backwards=[],
         )
         for i in range(steps):
@@ -141,6 +142,8 @@ def _record_step(run: _Run, batch: PyTree, result: RankRecord) -> None:
     run.watch.backwards = 0
     optimizer_grads = _OptimizerGradients(run.model)
     before = _versions_of_gradients(run.model)
+    kept = [name for name, (grad, _) in before.items() if _local(grad).any()]
+    cast("list[frozenset[str]]", result.kept).append(frozenset(kept))
     with optimizer_grads:
         run.watch.uses = run.uses
         loss = loss_of(run.loss_fn(run.model, batch))
@@ -188,6 +191,7 @@ def _begun(program: Program, axes: Mapping[str, int], steps: int, seed: int) -> 
         stack.enter_context(noted_sends(sent_in))
         stack.enter_context(watch)
         stack.enter_context(watch.counted_backwards())
+        stack.enter_context(_any_comm_hook())
         own_seed = 1000 * seed + rank  # so that what is not seeded by the program differs
         torch.manual_seed(own_seed)
         model, loss_fn, batch, step = _parts(program(rank, world))
@@ -197,6 +201,18 @@ def _begun(program: Program, axes: Mapping[str, int], steps: int, seed: int) -> 
             stack.pop_all(), watch, Uses(model), sent_in, own_seed, model, loss_fn, batches, step
         )
     raise AssertionError  # for the type checker: an ExitStack may swallow exceptions
+
+
+@contextmanager
+def _any_comm_hook() -> Generator[None]:
+    """Let DistributedDataParallel take bf16_compress_hook, which it refuses without NCCL."""
+    kind = cast("Any", nn.parallel.DistributedDataParallel)
+    check = kind._check_comm_hook
+    kind._check_comm_hook = lambda *_: None
+    try:
+        yield
+    finally:
+        kind._check_comm_hook = check
 
 
 def _parts(result: Any) -> tuple[Any, Callable[[Any, Any], Any], Any, Callable[[], object]]:
