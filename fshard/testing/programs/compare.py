@@ -93,15 +93,29 @@ def _layouts(
     for name in _in_backward_order(ordered, single.order):
         layouts[name] = slices_of(name, axes, ranks, single, parts)
         if not layouts[name]:
-            different.append(name)
+            different.append(f"{name} ({_start_text(name, ranks, single)})")
     if different:
         raise PromiseError(
             f"certify_program: on mesh {mesh_text(axes)} parameters must begin as in one process; got "
-            f"other values, names or parts of {', '.join(different)}. Seed all ranks alike. Shards "
-            "must have the same elements together; declare the parts of those that begin equal, "
-            'such as biases of 0: parts={"*.qkv.bias": (q, k, v)}.'
+            f"{', '.join(different)}. Seed all ranks alike. Shards must have each element; declare the "
+            'parts of those that begin equal, such as biases of 0: parts={"*.qkv.bias": (q, k, v)}.'
         )
     return layouts
+
+
+def _start_text(name: str, ranks: Sequence[RankRecord], single: RankRecord) -> str:
+    """Describe how a parameter begins otherwise than in one process."""
+    full = single.start.get(name)
+    if full is None:
+        return "in no model of one process"
+    starts = {rank: record.start[name] for rank, record in enumerate(ranks) if name in record.start}
+    if not starts:
+        return "on no rank"
+    others = [str(rank) for rank, x in starts.items() if not torch.equal(x, full)]
+    if all(x.shape == full.shape for x in starts.values()):
+        return f"other values on rank {', '.join(others)}"
+    shapes = {str(list(x.shape)) for x in starts.values()}
+    return f"shards of {' and '.join(sorted(shapes))} that are not all of {list(full.shape)}"
 
 
 def _is_second_name(name: str, ranks: Sequence[RankRecord], single: RankRecord) -> bool:
@@ -203,16 +217,13 @@ class _Run(NamedTuple):
         is_exact = self.dtypes.of_gradients == torch.float64
         if gradient is not None and is_exact and _is_small_multiple(gradient):
             gradient = gradient._replace(bound=0.0)
-        if gradient is not None and self._is_local(gradient):
-            scale = self._scale_of_sum(gradient)
-            is_given_local = given is None or self._is_local(given)
-            is_right_later = change.is_within_bound() or not is_given_local
-            if scale is not None and is_right_later:
-                # Reduced in `step()`: what is left to judge is what comes of it.
-                gradient = gradient._replace(shards=None, full=None, note=_REDUCED_LATER)
-                given = None if is_given_local else given
-            elif scale is not None:
-                gradient = gradient._replace(cause=_unreduced_text(scale, len(slices)))
+        if gradient is not None and not gradient.is_within_bound():
+            is_given_right = given is not None and self._is_given_everywhere(step, name, slices)
+            is_given_right = is_given_right and given.is_within_bound()
+            if is_given_right and change.is_within_bound():
+                gradient = gradient._replace(shards=None, full=None, note=_DIVIDED_LATER)
+            elif self._is_local(gradient):
+                gradient, given = self._judged_as_local(gradient, given, change)
         for comparison in (gradient, given, change):
             if comparison is not None:
                 yield comparison
@@ -326,6 +337,41 @@ class _Run(NamedTuple):
             noise |= is_small & (actual != expected)
         return noise
 
+    def _is_given_everywhere(self, step: int, name: str, slices: Slices) -> bool:
+        """Return True if an optimizer of torch is given the gradient on each rank."""
+        return all(
+            step < len(self.ranks[rank].given) and name in self.ranks[rank].given[step]
+            for rank in slices
+        )
+
+    def _judged_as_local(
+        self, gradient: Comparison, given: Comparison | None, change: Comparison
+    ) -> tuple[Comparison, Comparison | None]:
+        """Say what is wrong with gradients of which ranks have their own: that they are not reduced.
+
+        Unless `step()` reduces them, or parameters: then what comes of it is judged.
+        """
+        scale = self._scale_of_sum(gradient)
+        if scale is None:
+            return gradient, given
+        cause = self._unreduced_text(scale, gradient)
+        is_given_local = given is None or self._is_local(given)
+        if change.is_within_bound():
+            given = None if is_given_local else given
+            return gradient._replace(shards=None, full=None, note=_REDUCED_LATER), given
+
+        has_sends = any(
+            gradient.step < len(rank.sends_in_step) and rank.sends_in_step[gradient.step]
+            for rank in self.ranks
+        )
+        if not has_sends and is_given_local:
+            return gradient._replace(cause=cause), given
+        if given is not None and is_given_local:
+            scale_of_given = self._scale_of_sum(given)
+            if scale_of_given is not None:
+                given = given._replace(cause=self._unreduced_text(scale_of_given, given))
+        return gradient._replace(shards=None, full=None, note=_REDUCED_LATER), given
+
     def _groups(self, comparison: Comparison) -> list[tuple[int, list[Tensor]]]:
         """Return the shards of ranks that have the same elements, with the first rank of each."""
         assert comparison.shards is not None and comparison.full is not None
@@ -361,6 +407,36 @@ class _Run(NamedTuple):
         return min(scales, default=None)
 
 
+    def _unreduced_text(self, scale: float, gradient: Comparison) -> str:
+        """Describe gradients of which a multiple of the sum over ranks is right."""
+        what = "sum" if scale == 1.0 else f"sum times {number_text(scale, 1e-9)}"
+        if any(scale == 1 / len(members) for _, members in self._groups(gradient)):
+            what = "mean"
+        axes = " and ".join(self._axes_of_differences(gradient))
+        return (
+            f"differs along {axes}, where the {what} over ranks is that of one process: it is not "
+            "reduced"
+        )
+
+    def _axes_of_differences(self, comparison: Comparison) -> list[str]:
+        """Return the axes along which ranks that have the same elements have other values."""
+        assert comparison.shards is not None
+        by_rank = dict(zip(comparison.shards.devices, comparison.shards.shards, strict=True))
+        slices = self.layouts[comparison.leaf]
+        coordinates = coordinates_of(self.axes)
+        names: list[str] = []
+        for number, name in enumerate(self.axes):
+            for rank, other in combinations(by_rank, 2):
+                steps = [i != j for i, j in zip(coordinates[rank], coordinates[other], strict=True)]
+                is_along = [i for i, is_step in enumerate(steps) if is_step] == [number]
+                is_same_slice = is_along and slices[rank].is_equal(slices[other])
+                if is_same_slice and not _is_near(by_rank[rank], by_rank[other], comparison.bound):
+                    names.append(name)
+                    break
+        return names
+
+
+_DIVIDED_LATER = "step() changes gradients; what the optimizer is given agrees"
 _REDUCED_LATER = "gradients are reduced in step(); what comes of them is compared"
 
 
@@ -387,14 +463,6 @@ def _is_near(x: Tensor, y: Tensor, bound: float) -> bool:
     return bool(((x - y).abs() <= bound).all())
 
 
-def _unreduced_text(scale: float, n: int) -> str:
-    """Describe gradients of which a multiple of the sum over ranks is right."""
-    what = "sum" if scale == 1.0 else f"sum times {number_text(scale, 1e-9)}"
-    if scale == 1 / n:
-        what = "mean"
-    return f"differs between ranks, of which the {what} is that of one device: it is not reduced"
-
-
 def _shards(parts: Mapping[int, Tensor], slices: Slices) -> Shards:
     """Return the tensors of some ranks as shards of a full one."""
 
@@ -408,7 +476,7 @@ def _shards(parts: Mapping[int, Tensor], slices: Slices) -> Shards:
 
 
 class _LossRule:
-    """Which number of the losses of ranks is that of one process: the first that agrees in all steps.
+    """Which number of the losses of ranks is that of one process: the first that agrees in the first step.
 
     Means, or sums of shares. If none agrees it is the mean by rows.
     """
@@ -416,6 +484,7 @@ class _LossRule:
     def __init__(self, run: _Run) -> None:
         self._run = run
         steps = range(len(run.single.losses))
+        # By the first step: later ones differ if a gradient is wrong.
         self._losses: list[dict[int, float]] = []
         for step in steps:
             losses = {rank: x.losses[step] for rank, x in enumerate(run.ranks)}
@@ -449,11 +518,7 @@ class _LossRule:
         return sum(losses.values()) / len(losses) if losses else None
 
     def _agrees(self, values: Sequence[float | None]) -> bool:
-        for step in range(len(values)):
-            for comparison in self._compared(step, values[step]):
-                if not comparison.is_within_bound():
-                    return False
-        return True
+        return all(comparison.is_within_bound() for comparison in self._compared(0, values[0]))
 
     def comparisons(self, step: int) -> Iterator[Comparison]:
         """Compare the loss of a step, if a run has one."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -151,9 +152,39 @@ def _grouped_mm(
     return out if out_dtype is None else out.to(out_dtype)
 
 
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Multiply gradients in place, and note numbers that are not finite, as GradScaler does."""
+    for grad in grads:
+        if not grad.isfinite().all():
+            found_inf.fill_(1.0)
+        grad.mul_(inverse_scale)
+
+
+def _update_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth: float,
+    backoff: float,
+    interval: int,
+) -> Tensor:
+    """Change the scale of GradScaler in place: less after a number that is not finite."""
+    if found_inf.item():
+        scale.mul_(backoff)
+        growth_tracker.zero_()
+        return scale
+    growth_tracker.add_(1)
+    if growth_tracker.item() == interval:
+        scale.mul_(growth)
+        growth_tracker.zero_()
+    return scale
+
+
 _WITHOUT_FLOAT64: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.grouped_mm: _grouped_mm,
     torch._grouped_mm: _grouped_mm,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    torch._amp_update_scale_: _update_scale,
 }
 """Functions that torch has in lower dtypes only, with others that compute the same."""
 
@@ -183,16 +214,24 @@ _COLLECTIVES = (
 """The methods of process groups by which functions of torch.distributed send tensors."""
 
 
+@dataclass
+class Sends:
+    """The number of collectives that a process has called, and the lower dtypes of their tensors."""
+
+    number: int = 0
+    dtypes: set[torch.dtype] = field(default_factory=set[torch.dtype])
+
+
 @contextmanager
-def noted_sends(dtypes: set[torch.dtype]) -> Generator[None]:
-    """Note the lower dtypes of tensors that this process sends in the block.
+def noted_sends(sends: Sends) -> Generator[None]:
+    """Note the tensors that this process sends in the block.
 
     DistributedDataParallel's own reductions are not seen: they have the dtype of parameters.
     """
     group = cast("Any", dist.ProcessGroup)
     originals = {name: getattr(group, name) for name in _COLLECTIVES if hasattr(group, name)}
     for name, original in originals.items():
-        setattr(group, name, _noting(original, dtypes))
+        setattr(group, name, _noting(original, sends))
     try:
         yield
     finally:
@@ -200,11 +239,12 @@ def noted_sends(dtypes: set[torch.dtype]) -> Generator[None]:
             setattr(group, name, original)
 
 
-def _noting(original: Callable[..., Any], dtypes: set[torch.dtype]) -> Callable[..., Any]:
+def _noting(original: Callable[..., Any], sends: Sends) -> Callable[..., Any]:
     def send(*args: Any, **kwargs: Any) -> Any:
+        sends.number += 1
         for x in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(x, Tensor) and x.dtype in LOWER:
-                dtypes.add(x.dtype)
+                sends.dtypes.add(x.dtype)
         return original(*args, **kwargs)
 
     return send
