@@ -61,6 +61,8 @@ class InFloat64(TorchFunctionMode):
 
         if func is Tensor.float:
             func = Tensor.double
+        if _is_drawing(func):
+            return _drawn(func, args, kwargs)
         func = _WITHOUT_FLOAT64.get(func, func)
         arguments = [self.argument(x) for x in args]
         named = {name: self.argument(x) for name, x in kwargs.items()}
@@ -114,6 +116,46 @@ def widen(x: Any) -> None:
     is_own = type(x) in (Tensor, nn.Parameter)
     if is_own and x.dtype is torch.float32 and x.grad_fn is None:
         x.data = x.data.double()
+
+
+# -- random numbers --------------------------------------------------------------------------------
+
+_DRAWS = {torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal}
+_DRAWS_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.exponential_}
+
+
+def _is_drawing(func: Callable[..., Any]) -> bool:
+    is_initializer = getattr(func, "__module__", "") == "torch.nn.init"
+    return is_initializer or func in _DRAWS or func in _DRAWS_IN_PLACE
+
+
+def _drawn(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Draw in float32 and convert: in float64 a program would draw other numbers than outside."""
+    if func in _DRAWS:
+        dtype = kwargs.get("dtype")
+        is_like = func in (torch.rand_like, torch.randn_like)
+        if dtype is None and is_like:
+            dtype = args[0].dtype
+        is_float32 = func is not torch.normal and dtype in (None, torch.float32, torch.float64)
+        x = func(*args, **{**kwargs, "dtype": torch.float32}) if is_float32 else func(*args, **kwargs)
+        widen(x)
+        return x
+
+    x = args[0] if args else kwargs["tensor"]
+    if type(x) not in (Tensor, nn.Parameter) or x.dtype not in (torch.float32, torch.float64):
+        return func(*args, **kwargs)
+    narrow = torch.empty_like(x, dtype=torch.float32, requires_grad=False)
+    if args:
+        func(narrow, *args[1:], **kwargs)
+    else:
+        func(**{**kwargs, "tensor": narrow})
+    with torch.no_grad():
+        widen(x)
+        x.copy_(narrow)
+    return x
+
+
+# -- functions that torch has in lower dtypes only -------------------------------------------------
 
 
 def _grouped_mm(
