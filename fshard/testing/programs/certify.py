@@ -97,6 +97,14 @@ def certify_program(
             f"{steps=}, {dtype=}."
         )
 
+    names = {name for axes in meshes for name in axes}
+    for axis, dim in (splits or {}).items():
+        if axis not in names or dim < 0:
+            raise ValueError(
+                "certify_program: splits must be dims from 0 by axes of the mesh; got "
+                f"{axis}={dim}, and axes {', '.join(sorted(names))}."
+            )
+
     rows: list[CertificateRow] = []
     notes: list[str] = []
     with ExitStack() as stack:

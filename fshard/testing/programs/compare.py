@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import combinations
 from math import prod
 from typing import NamedTuple
@@ -87,6 +88,13 @@ def _layouts(
         names.update(dict.fromkeys(run.start))
         trained |= run.start.keys() - run.frozen
     ordered = [name for name in names if name in trained and not _is_second_name(name, ranks, single)]
+
+    for pattern in parts:
+        if not any(fnmatchcase(name, pattern) for name in ordered):
+            raise ValueError(
+                f"certify_program: parts must be of parameters; got {pattern!r}, which no name has. "
+                f"Names are {', '.join(ordered)}."
+            )
 
     layouts: dict[str, Slices] = {}
     different: list[str] = []
@@ -214,9 +222,9 @@ class _Run(NamedTuple):
         gradient = self._gradient(step, name, slices, largest_of_all)
         given = self._given(step, name, slices, largest_of_all)
 
-        is_exact = self.dtypes.of_gradients == torch.float64
-        if gradient is not None and is_exact and _is_small_multiple(gradient):
-            gradient = gradient._replace(bound=0.0)
+        if self.dtypes.of_gradients == torch.float64:
+            gradient = _strict_for_multiples(gradient)
+            given = _strict_for_multiples(given)
         if gradient is not None and not gradient.is_within_bound():
             is_given_right = given is not None and self._is_given_everywhere(step, name, slices)
             is_given_right = is_given_right and given.is_within_bound()
@@ -440,19 +448,20 @@ _DIVIDED_LATER = "step() changes gradients; what the optimizer is given agrees"
 _REDUCED_LATER = "gradients are reduced in step(); what comes of them is compared"
 
 
-def _is_small_multiple(gradient: Comparison) -> bool:
-    """Return True if a gradient as small as rounding is a multiple of that of one process.
+def _strict_for_multiples(gradient: Comparison | None) -> Comparison | None:
+    """Take the bound from a gradient as small as rounding that is a multiple of that of one process.
 
     Rounding makes no multiples.
     """
-    shards = gradient.shards
+    if gradient is None or gradient.shards is None or gradient.full is None:
+        return gradient
+    x = gradient.shards.flattened()
     full = gradient.full
-    assert shards is not None and full is not None
-    is_comparable = full.numel() > 1 and bool(full.any()) and gradient.is_within_bound()
-    if not is_comparable or not shards.flattened().any():
-        return False
-    x = shards.flattened()
-    return constant_factor(x, shards.same_elements_of(full), gradient.tolerance) is not None
+    is_comparable = full.numel() > 1 and bool(full.any()) and bool(x.any())
+    if not is_comparable or not gradient.is_within_bound():
+        return gradient
+    factor = constant_factor(x, gradient.shards.same_elements_of(full), gradient.tolerance)
+    return gradient if factor is None else gradient._replace(bound=0.0)
 
 
 def _has_kept(record: RankRecord, step: int, name: str) -> bool:
