@@ -28,6 +28,14 @@ UNSEEN = (
 SECOND_OF_ONE = -1
 """The key of a second pool of one process, which runs beside the first."""
 
+PRELOADED = (
+    "fshard.testing.programs.record",
+    "torch.distributed.fsdp",
+    # Any optimizer of torch imports it.
+    "torch._dynamo",
+)
+"""What most programs import, which takes longer than all else that a process does."""
+
 
 def certify_program(
     program: Program,
@@ -134,7 +142,7 @@ class _Pools:
     def start(self, n: int, fn: Callable[..., Any], *args: Any) -> Future[list[Any]]:
         """Run a function in n processes, beside what the caller does."""
         if n not in self._pools:
-            pool = Processes(max(n, 1), timeout=self._timeout)
+            pool = Processes(max(n, 1), timeout=self._timeout, preload=PRELOADED)
             if not self._is_given:
                 self._stack.callback(pool.close)
             self._pools[n] = pool
