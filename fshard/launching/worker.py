@@ -183,9 +183,7 @@ def _no_main() -> Generator[None]:
         sys.modules["__main__"] = main
 
 
-def _context(
-    is_spawned: bool, preload: Sequence[str] = ()
-) -> ForkServerContext | SpawnContext:
+def _context(is_spawned: bool, preload: Sequence[str] = ()) -> ForkServerContext | SpawnContext:
     """Return how processes start: as new interpreters, or as forks of one that has imported torch.
 
     That one imports more modules if no process has been forked before.

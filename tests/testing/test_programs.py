@@ -13,6 +13,7 @@ from fshard.command import main
 from fshard.errors import PromiseError
 from fshard.launching import pool
 from fshard.testing import certify_program
+from fshard.testing.programs.source import program_named
 from tests.testing import programs
 from tests.testing.programs import RIGHT, WRONG, ddp, mlp, rows_of, square, updates
 
@@ -223,11 +224,23 @@ def other_widths(rank, world):
         (other_start, PromiseError, r"on mesh data=2 .* got 0.bias \(other values on rank 0, 1\)"),
         (other_widths, ValueError, "along data the batches of processes must differ in rows only"),
         (programs.half_a_parameter, PromiseError, r"w \(shards of \[2, 3\] that are not all of"),
-        (programs.keeps_gradients, PromiseError, "gradients must be 0 when a step begins; got those"),
+        (
+            programs.keeps_gradients,
+            PromiseError,
+            "gradients must be 0 when a step begins; got those",
+        ),
         (programs.keeps_and_detaches, PromiseError, "gradients must be 0 when a step begins"),
-        (programs.moves_nothing, PromiseError, "step\\(\\) must update parameters; got the same ones"),
+        (
+            programs.moves_nothing,
+            PromiseError,
+            "step\\(\\) must update parameters; got the same ones",
+        ),
         (partial(programs.by_loader, rows=8), PromiseError, "batch for each of 3 steps; got 1"),
-        (returns_three, TypeError, r"must return \(model, loss, batch, step\).*got \(Linear, int, int\)"),
+        (
+            returns_three,
+            TypeError,
+            r"must return \(model, loss, batch, step\).*got \(Linear, int, int\)",
+        ),
         (returns_a_text, TypeError, "must return a number, None, a dict with 'loss'"),
         (draws_in_step, PromiseError, "must update alike when it is repeated; got other values"),
         (draws_without_a_loss, PromiseError, "the loss draws random numbers"),
@@ -273,6 +286,69 @@ def mistaken(rank, world):
     model, loss, x, step = program(rank, world)
     return model, lambda model, x: world * loss(model, x), x, step
 """
+
+
+OTHER = """
+from functools import partial
+def three(rank, world, model): return 1
+def none(): return 1
+def by_words(rank, *, world): return 1
+def three_with_default(rank, world, model=None): return 1
+def any_number(*args): return 1
+made = partial(three, model=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["{}/train.py"], "must be FILE:NAME, such as train.py:program, of a function"),
+        (["{}/train.py:"], "Name the function, as train.py:program"),
+        (["{}/missing.py:program"], "got no file"),
+        (["{}:program"], "got no file"),
+        (["train.py:program"], "got no file 'train.py'"),
+        (["{}/train.py:other"], "got no function 'other' in"),
+        (["{}/other.py:three"], "got three(rank, world, model). Write def three(rank, world)"),
+        (["{}/other.py:none"], "got none(). Write def none(rank, world)"),
+        (["{}/other.py:by_words"], "got by_words(rank)"),
+        (["{}/text.py:program"], "must be a Python file; got"),
+        (["{}/train.py:program", "--split", "context"], "a split must be like context=1"),
+        (["{}/train.py:program", "--parts", "*.qkv=a"], "parts must be like *.qkv.bias=64,16,16"),
+    ],
+)
+def test_the_command_refuses_other_forms_in_one_line(
+    tmp_path, capsys, monkeypatch, arguments, text
+):
+    """No process has started by then."""
+    monkeypatch.setattr(pool, "start", None)
+    (tmp_path / "train.py").write_text(FILE)
+    (tmp_path / "other.py").write_text(OTHER)
+    (tmp_path / "text.py").write_text("this is no Python")
+    arguments = [argument.format(tmp_path) for argument in arguments]
+    assert main(["certify", *arguments, "--mesh", "data=2"]) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["three_with_default", "any_number", "made"])
+def test_programs_that_take_two_arguments_are_named(tmp_path, name):
+    (tmp_path / "other.py").write_text(OTHER)
+    assert program_named(f"{tmp_path}/other.py:{name}").name == name
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"splits": {"context": 1}},
+            "splits must be dims from 0 by axes of the mesh; got context=1",
+        ),
+        ({"parts": {"*.qkv": (2, 2)}}, r"parts must be of parameters; got '\*.qkv'"),
+    ],
+)
+def test_options_that_fit_nothing_raise(certified, options, text):
+    with pytest.raises(ValueError, match=text):
+        certified(ddp, {"data": 2}, **options)
 
 
 def test_the_command_prints_the_certificate(tmp_path, capsys):

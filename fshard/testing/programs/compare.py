@@ -1,6 +1,6 @@
 """The comparison of a run in processes with one in a single process, in the order of time.
 
-    loss ─> gradients, those of the last layer first ─> what optimizers are given ─> changes
+loss ─> gradients, those of the last layer first ─> what optimizers are given ─> changes
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fshard.rounding import TOLERANCES, bound_of, largest
 from fshard.testing.certificate import CertificateRow
 from fshard.testing.programs.batches import Axes, coordinates_of, equal_axes, rows_at
 from fshard.testing.programs.layouts import Parts, Slices, slices_of
-from fshard.testing.programs.record import RankRecord, Tensors
+from fshard.testing.programs.record import RankRecord
 from fshard.testing.verdicts import Comparison, Shards, constant_factor, judge, number_text
 
 DATA_AXES = ("data", "dp", "replica", "replicate", "fsdp", "ddp", "shard", "batch")
@@ -43,7 +43,9 @@ def judge_ranks(
         parts: see `certify_program`.
     """
     mesh = mesh_text(axes)
-    run = _Run(axes, ranks, single, _layouts(axes, ranks, single, parts or {}), _Dtypes(ranks, dtype))
+    run = _Run(
+        axes, ranks, single, _layouts(axes, ranks, single, parts or {}), _Dtypes(ranks, dtype)
+    )
     rows = judge(run.comparisons(), mesh, run.counts(), "rank")
     return [*run.dtypes.rows(mesh), *rows]
 
@@ -67,7 +69,9 @@ def notes_on(
     dtypes = _Dtypes(ranks, dtype)
     lower = [str(dtype) for dtype in dtypes.seen if dtype not in dtypes.undeclared]
     if lower:
-        notes.append(f"Bounds are those of {', '.join(sorted(lower))}, in which it computes or sends.")
+        notes.append(
+            f"Bounds are those of {', '.join(sorted(lower))}, in which it computes or sends."
+        )
     if all(loss is None for loss in single.losses):
         notes.append("The program returns no loss, so gradients and parameters alone are compared.")
     return notes
@@ -87,7 +91,9 @@ def _layouts(
     for run in (single, *ranks):
         names.update(dict.fromkeys(run.start))
         trained |= run.start.keys() - run.frozen
-    ordered = [name for name in names if name in trained and not _is_second_name(name, ranks, single)]
+    ordered = [
+        name for name in names if name in trained and not _is_second_name(name, ranks, single)
+    ]
 
     for pattern in parts:
         if not any(fnmatchcase(name, pattern) for name in ordered):
@@ -226,8 +232,11 @@ class _Run(NamedTuple):
             gradient = _strict_for_multiples(gradient)
             given = _strict_for_multiples(given)
         if gradient is not None and not gradient.is_within_bound():
-            is_given_right = given is not None and self._is_given_everywhere(step, name, slices)
-            is_given_right = is_given_right and given.is_within_bound()
+            is_given_right = (
+                given is not None
+                and given.is_within_bound()
+                and self._is_given_everywhere(step, name, slices)
+            )
             if is_given_right and change.is_within_bound():
                 gradient = gradient._replace(shards=None, full=None, note=_DIVIDED_LATER)
             elif self._is_local(gradient):
@@ -413,7 +422,6 @@ class _Run(NamedTuple):
             expected = self.layouts[gradient.leaf][rank].of(gradient.full)
             scales = {s for s in scales if _is_near(s * total, expected, gradient.bound)}
         return min(scales, default=None)
-
 
     def _unreduced_text(self, scale: float, gradient: Comparison) -> str:
         """Describe gradients of which a multiple of the sum over ranks is right."""

@@ -82,8 +82,9 @@ def _validate_function(tree: ast.Module, path: str, name: str) -> None:
 def _may_bind(node: ast.stmt, name: str) -> bool:
     """Return True if a statement may give a name its value."""
     for part in ast.walk(node):
-        is_assigned = isinstance(part, ast.Name) and part.id == name
-        is_stored = is_assigned and isinstance(part.ctx, ast.Store)
+        is_stored = False
+        if isinstance(part, ast.Name):
+            is_stored = part.id == name and isinstance(part.ctx, ast.Store)
         is_imported = isinstance(part, ast.alias) and name in (part.asname or part.name, "*")
         is_star = isinstance(part, ast.alias) and part.name == "*"
         is_defined = isinstance(part, ast.FunctionDef) and part.name == name
