@@ -5,31 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from fshard.rounding import TOLERANCES
 from fshard.testing.programs.certify import certify_program
+from fshard.testing.programs.source import program_named
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCES}
-
-
-class FromFile(NamedTuple):
-    """A program that is a function in a file: the file is imported in each process."""
-
-    path: str
-    name: str
-
-    def __call__(self, rank: int, world: Any) -> Any:
-        """Import the file, and call the program."""
-        spec = spec_from_file_location("certified_program", self.path)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"certify: {self.path} must be a Python file.")
-        module = module_from_spec(spec)
-        sys.path.insert(0, str(Path(self.path).parent))  # as in `python FILE`
-        spec.loader.exec_module(module)
-        return getattr(module, self.name)(rank, world)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -38,15 +20,22 @@ def run(arguments: Sequence[str]) -> int:
     It is 0 if the program trains as in one process, 1 if it does not, 2 if there is an error.
     """
     options = _parser().parse_args(arguments)
-    path, _, name = options.program.rpartition(":")
     try:
-        program = FromFile(str(Path(path).resolve()), name)
+        program = program_named(options.program)
         meshes = [_axes(text) for text in options.mesh]
+        splits = dict([_split(text) for text in options.split])
+        parts = dict([_parts(text) for text in options.parts])
+    except (ValueError, OSError) as error:  # a mistake of the command line
+        sys.stderr.write(f"{error}\n")
+        return 2
+    try:
         certificate = certify_program(
             program,
             meshes,
             steps=options.steps,
-            dtype=DTYPES[options.dtype],
+            dtype=DTYPES.get(options.dtype),
+            splits=splits,
+            parts=parts,
             timeout=options.timeout,
         )
     except Exception as error:
@@ -76,6 +65,31 @@ def _axes(text: str) -> dict[str, int]:
     return axes
 
 
+def _split(text: str) -> tuple[str, int]:
+    """Return an axis and the dim of batches that is split along it.
+
+    >>> _split("context=1")
+    ('context', 1)
+    """
+    axis, _, dim = text.partition("=")
+    if not axis.isidentifier() or not dim.isdecimal():
+        raise ValueError(f"fshard certify: a split must be like context=1; got {text!r}.")
+    return axis, int(dim)
+
+
+def _parts(text: str) -> tuple[str, tuple[int, ...]]:
+    """Return the names of parameters and the rows of their parts.
+
+    >>> _parts("*.qkv.bias=64,16,16")
+    ('*.qkv.bias', (64, 16, 16))
+    """
+    pattern, _, rows = text.rpartition("=")
+    are_numbers = all(number.isdecimal() for number in rows.split(","))
+    if not pattern or not are_numbers:
+        raise ValueError(f"fshard certify: parts must be like *.qkv.bias=64,16,16; got {text!r}.")
+    return pattern, tuple([int(number) for number in rows.split(",")])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fshard certify",
@@ -94,7 +108,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="float64", help="the lowest precision of the program"
+        "--dtype", choices=DTYPES, help="the lowest one that tensors may be sent and reduced in"
+    )
+    parser.add_argument(
+        "--split",
+        action="append",
+        default=[],
+        metavar="AXIS=DIM",
+        help="the dim of batches that is split along an axis, such as context=1",
+    )
+    parser.add_argument(
+        "--parts",
+        action="append",
+        default=[],
+        metavar="NAMES=ROWS",
+        help="the rows of each part of fused parameters, such as '*.qkv.bias=64,16,16'",
     )
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for each mesh")
     parser.add_argument("--json", help="a file for the certificate")

@@ -2,124 +2,410 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fshard.mesh.layout import PyTree, flatten, map_leaves
+from fshard.errors import PromiseError
+from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.testing.programs.parameters import (
+    Tensors,
+    frozen_names,
+    full_tensors,
+    gathered,
+    has_flat_parameters,
+    named_parameters,
+    tied_names,
+)
+from fshard.testing.programs.precision import (
+    LOWER,
+    Sends,
+    watched_sends,
+    widen,
+)
+from fshard.testing.programs.uses import RunMode, Uses
 from fshard.testing.verdicts import float64_by_default
 
 Program = Callable[
     [int, "ProgramWorld"], tuple[Any, Callable[[Any, Any], Any], Any, Callable[[], object]]
 ]
-Tensors = dict[str, Tensor]
-_WRAPPERS = re.compile(
-    r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)"
-)
 
 
 class ProgramWorld(int):
-    """The number of processes, with their mesh: `world.mesh["model"]` is torch's DeviceMesh of an axis."""
+    """The number of processes, with their mesh.
+
+    `world.mesh["model"]` is torch's DeviceMesh of an axis.
+    """
 
     mesh: DeviceMesh
 
 
 class RankRecord(NamedTuple):
-    """The training of one process: full tensors, or its own shards of parameters that are sharded by hand.
+    """The training of one process: full tensors, or its own shards of those sharded by hand.
 
     Args:
-        batch: of this process.
+        batches: of this process: the leaves of the batch of each step, or of one for all steps.
         losses: of the steps; None where the process has none.
-        start: the parameters before the first step.
-        grads: of each step.
+        start: the parameters before the first step, frozen ones too.
+        grads: of each step, before `step()`.
         params: after each step.
+        given: the gradients that an optimizer of torch was given, in each step.
+        kept: the parameters whose gradients were not 0 when a step began, in each step.
+        frozen: the parameters that require no gradient.
+        tied: other names of parameters, with their first ones.
+        order: the parameters in the order in which the forward uses them.
+        backwards: the number of backward calls in each step.
+        computed_in: the lowest dtypes of activations, parameters, buffers and batches.
+        rounded_in: those of other tensors.
+        sent_in: those of tensors that are sent.
+        sends_in_step: the number of collectives that `step()` has called, in each step.
     """
 
-    batch: PyTree
+    batches: Sequence[PyTree]
     losses: list[float | None]
     start: Tensors
     grads: list[Tensors]
     params: list[Tensors]
+    given: Sequence[Tensors] = ()
+    kept: Sequence[frozenset[str]] = ()
+    frozen: frozenset[str] = frozenset()
+    tied: Mapping[str, str] = {}
+    order: Sequence[str] = ()
+    backwards: Sequence[int] = ()
+    computed_in: frozenset[torch.dtype] = frozenset()
+    rounded_in: frozenset[torch.dtype] = frozenset()
+    sent_in: frozenset[torch.dtype] = frozenset()
+    sends_in_step: Sequence[int] = ()
+
+    def batch(self, step: int) -> PyTree:
+        """Return the batch of a step."""
+        return self.batches[min(step, len(self.batches) - 1)]
 
 
 def record(
-    program: Program, axes: Mapping[str, int], steps: int, seed: int, batch: PyTree = None
+    program: Program,
+    axes: Mapping[str, int],
+    steps: int,
+    seed: int,
+    batches: Sequence[Sequence[Any]] | None = None,
+    clears_gradients: bool = False,
 ) -> RankRecord:
-    """Run a program in this process, with the batch of all processes if there is one."""
+    """Run a program in this process.
+
+    Args:
+        program: see `certify_program`.
+        axes: of the mesh.
+        steps: number of steps.
+        seed: of what the program does not seed.
+        batches: the leaves of the batches of all processes, for the run in one process.
+        clears_gradients: set gradients to zero before each step, as `step()` must have done.
+    """
+    run = _begun(program, axes, steps, seed)
+    with run.stack:
+        own_batches = run.batches
+        if batches is not None:
+            own_batches = [
+                _with_leaves(own, leaves) for own, leaves in zip(run.batches, batches, strict=True)
+            ]
+        result = RankRecord(
+            batches=[_leaf_copies(batch) for batch in run.batches],
+            losses=[],
+            start=full_tensors(run.model),
+            grads=[],
+            params=[],
+            given=[],
+            kept=[],
+            frozen=frozen_names(run.model),
+            tied=tied_names(run.model),
+            backwards=[],
+            sends_in_step=[],
+        )
+        for i in range(steps):
+            torch.manual_seed(run.seed)  # so that a loss that draws differs too
+            if clears_gradients:
+                _clear_gradients(run.model)
+            batch = own_batches[min(i, len(own_batches) - 1)]
+            _record_step(run, _copied(batch), result)
+    return result._replace(
+        order=run.uses.names(),
+        computed_in=frozenset(run.watch.in_forward | _dtypes_of(run.model, run.batches)),
+        rounded_in=frozenset(run.watch.elsewhere),
+        sent_in=frozenset(run.sends.dtypes),
+    )
+
+
+def batches_alone(
+    program: Program, axes: Mapping[str, int], steps: int, seed: int
+) -> list[list[Any]]:
+    """Return the leaves of the batches that a program makes in this process."""
+    run = _begun(program, axes, steps, seed)
+    with run.stack:
+        return [_leaf_copies(batch) for batch in run.batches]
+
+
+def _record_step(run: _BegunProgram, batch: PyTree, result: RankRecord) -> None:
+    """Run one step, and add what it does to a record."""
+    run.watch.backwards = 0
+    optimizer_grads = _OptimizerGradients(run.model)
+    before = _versions_of_gradients(run.model)
+    kept = [name for name, (grad, _) in before.items() if _local(grad).any()]
+    cast("list[frozenset[str]]", result.kept).append(frozenset(kept))
+    with optimizer_grads:
+        run.watch.uses = run.uses
+        loss = loss_of(run.loss_fn(run.model, batch))
+        run.watch.uses = None
+        can_be_differentiated = isinstance(loss, Tensor) and loss.requires_grad
+        if can_be_differentiated and not _has_taken_gradients(run, before):
+            cast("Tensor", loss).backward()
+        if isinstance(loss, Tensor):
+            loss = loss.item()
+        result.losses.append(None if loss is None else float(loss))
+        result.grads.append(full_tensors(run.model, gradients=True))
+        sends_before = run.sends.number
+        run.step()
+        cast("list[int]", result.sends_in_step).append(run.sends.number - sends_before)
+    result.params.append(full_tensors(run.model))
+    cast("list[Tensors]", result.given).append(optimizer_grads.full())
+    cast("list[int]", result.backwards).append(run.watch.backwards)
+
+
+# -- the parts of a program ------------------------------------------------------------------------
+
+
+class _BegunProgram(NamedTuple):
+    """A program that has begun, in float64 and watched until its stack is left."""
+
+    stack: ExitStack
+    watch: RunMode
+    uses: Uses
+    sends: Sends
+    seed: int
+    model: Any
+    loss_fn: Callable[[Any, Any], Any]
+    batches: list[PyTree]
+    step: Callable[[], object]
+
+
+def _begun(program: Program, axes: Mapping[str, int], steps: int, seed: int) -> _BegunProgram:
+    """Call the program, in the modes in which all of it runs."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     rank = dist.get_rank()
     world = ProgramWorld(dist.get_world_size())
     world.mesh = mesh
-    with float64_by_default():
-        torch.manual_seed(1000 * seed + rank)  # so that what is not seeded by the program differs
-        model, loss_fn, rank_batch, step = program(rank, world)
-        if batch is None:
-            batch = rank_batch
-        start = full_tensors(model)
-
-        losses: list[float | None] = []
-        grads: list[Tensors] = []
-        params: list[Tensors] = []
-        for _ in range(steps):
-            torch.manual_seed(1000 * seed + rank)  # so that a loss that draws differs too
-            loss = loss_fn(model, batch)
-            can_be_differentiated = isinstance(loss, Tensor) and loss.requires_grad
-            if can_be_differentiated and not _has_gradients(model):
-                loss.backward()
-            losses.append(None if loss is None else float(loss.detach()))
-            grads.append(full_tensors(model, gradients=True))
-            step()
-            params.append(full_tensors(model))
-    detached = map_leaves(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, rank_batch)
-    return RankRecord(detached, losses, start, grads, params)
+    watch = RunMode()
+    sends = Sends()
+    with ExitStack() as stack:
+        stack.enter_context(float64_by_default())
+        stack.enter_context(watched_sends(sends))
+        stack.enter_context(watch)
+        stack.enter_context(watch.counted_backwards())
+        stack.enter_context(_any_comm_hook())
+        own_seed = 1000 * seed + rank  # so that what is not seeded by the program differs
+        torch.manual_seed(own_seed)
+        model, loss_fn, batch, step = _parts(program(rank, world))
+        batches = _batches_of(batch, steps)
+        _widen_all(model, batches)
+        return _BegunProgram(
+            stack.pop_all(), watch, Uses(model), sends, own_seed, model, loss_fn, batches, step
+        )
+    raise AssertionError  # for the type checker: an ExitStack may swallow exceptions
 
 
-def _has_gradients(model: Any) -> bool:
-    """Return True if the program has called backward itself: a gradient of this process is not 0."""
-    for _, x in _named(model):
-        grad = x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad
-        if grad is not None and grad.any():
+@contextmanager
+def _any_comm_hook() -> Generator[None]:
+    """Let DistributedDataParallel take bf16_compress_hook, which it refuses without NCCL."""
+    kind = cast("Any", nn.parallel.DistributedDataParallel)
+    check = kind._check_comm_hook
+    kind._check_comm_hook = lambda *_: None
+    try:
+        yield
+    finally:
+        kind._check_comm_hook = check
+
+
+def _parts(result: Any) -> tuple[Any, Callable[[Any, Any], Any], Any, Callable[[], object]]:
+    """Return what a program has returned, if it is a model, a loss, a batch and a step."""
+    is_four = isinstance(result, tuple | list) and len(cast("Sequence[Any]", result)) == 4
+    if is_four:
+        model, loss_fn, batch, step = cast("Sequence[Any]", result)
+        is_model = isinstance(model, nn.Module | Mapping)
+        if is_model and callable(loss_fn) and callable(step):
+            return model, loss_fn, batch, step
+    got = type(result).__name__
+    if isinstance(result, tuple | list):
+        got = f"({', '.join([type(x).__name__ for x in cast('Sequence[Any]', result)])})"
+    raise TypeError(
+        "certify_program: a program must return (model, loss, batch, step): a module or a dict of "
+        f"parameters, loss(model, batch), a batch and step(); got {got}."
+    )
+
+
+def _widen_all(model: Any, batches: Sequence[PyTree]) -> None:
+    """Convert what is float32 before the first step, so that no step computes in it."""
+    for x in _tensors_of(model, batches):
+        widen(x)
+
+
+def _dtypes_of(model: Any, batches: Sequence[PyTree]) -> set[torch.dtype]:
+    """Return the lower dtypes of parameters, buffers and batches."""
+    return {x.dtype for x in _tensors_of(model, batches)} & {*LOWER}
+
+
+def _tensors_of(model: Any, batches: Sequence[PyTree]) -> list[Tensor]:
+    tensors = [x for _, x in named_parameters(model)]
+    if isinstance(model, nn.Module):
+        tensors += model.buffers()
+    for batch in batches:
+        tensors += [x for x in flatten(_tree_of(batch))[0] if isinstance(x, Tensor)]
+    return tensors
+
+
+def loss_of(result: Any) -> Tensor | float | None:
+    """Return the loss of what a loss function has returned.
+
+    It may be a number, a dict that has "loss", an object with `.loss` as those of Hugging Face, or
+    a tuple with the loss first.
+    """
+    loss = result
+    if isinstance(result, Mapping):
+        loss = cast("Mapping[str, Any]", result).get("loss", result)
+    elif isinstance(getattr(result, "loss", None), Tensor):
+        loss = result.loss
+    elif isinstance(result, tuple | list) and result:
+        loss = cast("Sequence[Any]", result)[0]
+    if isinstance(loss, DTensor):
+        loss = loss.full_tensor()
+    is_scalar = isinstance(loss, Tensor) and loss.numel() == 1
+    if loss is None or is_scalar or isinstance(loss, int | float):
+        return loss
+    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss))
+    raise TypeError(
+        "certify_program: loss(model, batch) must return a number, None, a dict with 'loss', an "
+        f"object with .loss, or a tuple with the loss first; got {got}."
+    )
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def _batches_of(batch: PyTree, steps: int) -> list[PyTree]:
+    """Return one batch for all steps, or the first ones of a loader."""
+    is_tree = isinstance(batch, Tensor | Mapping | list | tuple)
+    if is_tree or not isinstance(batch, Iterable):
+        return [batch]
+    if isinstance(batch, torch.utils.data.DataLoader):
+        batch.num_workers = 0  # this process may have no child processes
+    batches = list(islice(batch, steps))
+    if len(batches) < steps:
+        raise PromiseError(
+            f"certify_program: a loader must have a batch for each of {steps} steps; got "
+            f"{len(batches)}. Give more data, or fewer steps (--steps {max(len(batches), 1)})."
+        )
+    return batches
+
+
+def _tree_of(batch: PyTree) -> PyTree:
+    """Return a batch as a tree: a mapping that is no dict, as those of tokenizers, becomes one."""
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):
+        return dict(cast("Mapping[str, Any]", batch))
+    return batch
+
+
+def _with_leaves(batch: PyTree, leaves: Sequence[Any]) -> PyTree:
+    """Return a batch of the same structure with other leaves."""
+    _, structure = flatten(_tree_of(batch))
+    if structure.num_leaves != len(leaves):
+        raise PromiseError(
+            "certify_program: batches must have the same structure in processes as in one; got "
+            f"{len(leaves)} and {structure.num_leaves} leaves."
+        )
+    tree = unflatten(structure, list(leaves))
+    is_same_type = isinstance(tree, type(batch)) or not isinstance(batch, Mapping)
+    return tree if is_same_type else cast("Any", type(batch))(tree)
+
+
+def _copied(batch: PyTree) -> PyTree:
+    """Return a batch in new containers, since a loss may take leaves out of a dict."""
+    leaves, _ = flatten(_tree_of(batch))
+    return _with_leaves(batch, leaves)
+
+
+def _leaf_copies(batch: PyTree) -> list[Any]:
+    copies: list[Any] = []
+    for x in flatten(_tree_of(batch))[0]:
+        copies.append(x.detach().clone() if isinstance(x, Tensor) else x)
+    return copies
+
+
+def _clear_gradients(model: Any) -> None:
+    for _, x in named_parameters(model):
+        if x.grad is not None:
+            with torch.no_grad():
+                x.grad.zero_()
+
+
+Versions = dict[str, tuple[Tensor, int]]
+"""Gradients with the number of writes to each."""
+
+
+def _versions_of_gradients(model: Any) -> Versions:
+    versions: Versions = {}
+    for name, x in named_parameters(model):
+        if x.grad is not None:
+            versions[name] = (x.grad, _local(x.grad)._version)
+    return versions
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _has_taken_gradients(run: _BegunProgram, before: Versions) -> bool:
+    """Return True if the loss has taken gradients itself.
+
+    It has called backward, or a gradient that is not 0 is another than before.
+    """
+    if run.watch.backwards:
+        return True
+    for name, x in named_parameters(run.model):
+        if x.grad is None:
+            continue
+        grad, version = before.get(name, (None, 0))
+        is_as_before = grad is x.grad and version == _local(x.grad)._version
+        if not is_as_before and _local(x.grad).any():
             return True
     return False
 
 
-def _named(model: Any) -> Iterable[tuple[str, Tensor]]:
-    return model.named_parameters() if isinstance(model, nn.Module) else dict(model).items()
+class _OptimizerGradients:
+    """Keeps the gradients that optimizers of torch are given, each at its first step."""
 
+    def __init__(self, model: Any) -> None:
+        self._params: dict[str, Tensor] = {}
+        if not has_flat_parameters(model):
+            self._params = dict(named_parameters(model))
+        self._grads: Tensors = {}
 
-def full_tensors(model: Any, *, gradients: bool = False) -> Tensors:
-    """Return copies of the parameters of a module or a dict, or of their gradients, by name.
+    def __enter__(self) -> None:
+        self._hook = register_optimizer_step_pre_hook(self._keep)
 
-    Names are without those of wrappers. A DTensor is gathered by all its processes.
-    """
-    tensors: Tensors = {}
-    for name, param in _named(model):
-        x = param.grad if gradients else param
-        if not param.requires_grad or x is None:
-            continue
-        full = x.full_tensor() if isinstance(x, DTensor) else x
-        tensors[_without_wrappers(name)] = full.detach().clone()
-    return tensors
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
 
+    def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        ids = {id(x) for group in optimizer.param_groups for x in group["params"]}
+        for name, x in self._params.items():
+            if id(x) in ids and x.grad is not None and name not in self._grads:
+                self._grads[name] = x.grad.detach().clone()
 
-def _without_wrappers(name: str) -> str:
-    """Return the name that a parameter has in the model itself.
-
-    >>> _without_wrappers("module.layers._orig_mod.0.weight")
-    'layers.0.weight'
-    """
-    return _WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip(".")
-
-
-def rows_of(batch: PyTree) -> int | None:
-    """Return the rows of a batch: of its first tensor that has a dim."""
-    for x in flatten(batch)[0]:
-        if isinstance(x, Tensor) and x.ndim > 0:
-            return len(x)
-    return None
+    def full(self) -> Tensors:
+        """Return the gradients as full tensors, after the step: then all processes take part."""
+        return gathered(self._grads, self._params)
