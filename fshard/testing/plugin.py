@@ -4,7 +4,8 @@
     def test_it(mesh):                      # a virtual mesh; {"data": 4} without the marker
         ...
 
-The fixture `certified` compares a program of torch.distributed with one process.
+The fixture `certified` compares a program of torch.distributed with one process. With
+`--certificates=FOLDER` each of its certificates is written there as JSON and as HTML.
 
 `pytest --mesh-runtime=gloo` runs each test that has the marker or the fixture in as many processes
 as its mesh has devices, set up as by torchrun: each process runs pytest on that test alone. The
@@ -17,7 +18,10 @@ Every pytest loads this module where fshard is installed, so imports are delayed
 
 from __future__ import annotations
 
+import os
+import re
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from fshard.mesh.layout.mesh import Mesh
+    from fshard.testing.certificate import Certificate
     from fshard.testing.processes import Processes
 
 DEFAULT = {"data": 4}
@@ -38,12 +43,18 @@ _pools: pytest.StashKey[dict[int, Processes]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--mesh-runtime`."""
-    parser.getgroup("fshard").addoption(
+    """Add `--mesh-runtime` and `--certificates`."""
+    group = parser.getgroup("fshard")
+    group.addoption(
         "--mesh-runtime",
         choices=("virtual", "gloo"),
         default="virtual",
         help="where tests with a mesh run: on virtual devices, or in a process for every device",
+    )
+    group.addoption(
+        "--certificates",
+        metavar="FOLDER",
+        help="where the fixture `certified` writes its certificates, as JSON and as HTML",
     )
 
 
@@ -79,12 +90,27 @@ def certified(pytestconfig: pytest.Config) -> Callable[..., Any]:
     from fshard.testing.programs import certify_program
 
     pools = pytestconfig.stash[_pools]
+    folder = pytestconfig.getoption("--certificates")
 
     def certify(program: Any, meshes: Any, *, check: bool = True, **options: Any) -> Any:
         certificate = certify_program(program, meshes, processes=pools, **options)
+        if folder is not None:
+            _write(certificate, Path(folder))
         return certificate.check() if check else certificate
 
     return certify
+
+
+def _write(certificate: Certificate, folder: Path) -> None:
+    """Write a certificate under the name of the test that runs; one test may have several."""
+    from fshard.testing.certificate_page import certificate_page
+
+    name, _, _ = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")  # "tests/test_x.py::test (call)"
+    stem = re.sub(r"\W+", "-", name).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 1 + len([*folder.glob(f"{stem}.*.json")])
+    (folder / f"{stem}.{number}.json").write_text(certificate.json(), encoding="utf-8")
+    (folder / f"{stem}.{number}.html").write_text(certificate_page(certificate), encoding="utf-8")
 
 
 def _axes(node: pytest.Item) -> dict[str, int]:

@@ -230,3 +230,40 @@ def test_plugin_processes_draw_equal_examples(pytester):
         """
     )
     pytester.runpytest_inprocess("--mesh-runtime=gloo").assert_outcomes(passed=1)
+
+
+CERTIFIED = """
+import torch
+from torch import nn
+
+def program(rank, world):
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(8, 3).chunk(world)[rank]
+    return model, lambda model, x: model(x).square().mean(), x, lambda: (opt.step(), opt.zero_grad())
+
+def mistaken(rank, world):
+    model, loss, x, step = program(rank, world)
+    return model, lambda model, x: world * loss(model, x), x, step
+
+def test_right(certified):
+    certified(program, {"data": 2}, steps=1)
+
+def test_wrong(certified):
+    certified(mistaken, {"data": 2}, steps=1)
+"""
+
+
+def test_plugin_writes_the_certificates_of_tests_that_pass_and_fail(pytester):
+    pytester.makepyfile(test_training=CERTIFIED)
+    result = pytester.runpytest_subprocess("--certificates=found/certificates")
+
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*is 2 times that of one device: the size*"])
+    folder = pytester.path / "found" / "certificates"
+    names = sorted([path.name for path in folder.iterdir()])
+    right, wrong = "test_training-py-test_right.1", "test_training-py-test_wrong.1"
+    assert names == [f"{right}.html", f"{right}.json", f"{wrong}.html", f"{wrong}.json"]
+    assert '"ok": true' in (folder / f"{right}.json").read_text()
+    assert "First failure" in (folder / f"{wrong}.html").read_text()

@@ -349,7 +349,7 @@ def test_options_that_fit_nothing_raise(certified, options, text):
 
 def test_the_command_prints_the_certificate(tmp_path, capsys):
     (tmp_path / "train.py").write_text(FILE)
-    out = tmp_path / "out.json"
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
     assert (
         main(
             [
@@ -361,6 +361,8 @@ def test_the_command_prints_the_certificate(tmp_path, capsys):
                 "1",
                 "--json",
                 str(out),
+                "--html",
+                str(page),
             ]
         )
         == 1
@@ -368,6 +370,7 @@ def test_the_command_prints_the_certificate(tmp_path, capsys):
     table = capsys.readouterr().out
     result = json.loads(out.read_text())
     assert "is 2 times" in table and not result["ok"]
+    assert "First failure: <code>loss</code>" in page.read_text()
     assert [(row["mesh"], row["leaf"], row["verdict"]) for row in result["rows"]] == [
         ("data=2", name, "DIVERGENT") for name in ("loss", "weight", "bias")
     ]

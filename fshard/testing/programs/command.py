@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fshard.rounding import TOLERANCES
+from fshard.testing.certificate_page import certificate_page
 from fshard.testing.programs.certify import certify_program
 from fshard.testing.programs.source import program_named
 
@@ -46,6 +47,8 @@ def run(arguments: Sequence[str]) -> int:
     sys.stdout.write(f"{certificate}\n")
     if options.json:
         Path(options.json).write_text(certificate.json())
+    if options.html:
+        Path(options.html).write_text(certificate_page(certificate), encoding="utf-8")
     return 0 if certificate.ok else 1
 
 
@@ -126,4 +129,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for each mesh")
     parser.add_argument("--json", help="a file for the certificate")
+    parser.add_argument("--html", help="a file for a page with the tree of the model's leaves")
     return parser
