@@ -1,0 +1,304 @@
+"""The batches that a script reads: recorded in processes, and joined for the one process.
+
+    process 0   loader 0: rows 0 1 | rows 4 5        one process   loader 0: rows 0 1 2 3 | 4 5 6 7
+    process 1   loader 0: rows 2 3 | rows 6 7
+
+Loaders are numbered in the order in which the script begins to read them. The length that a loader
+says is the one in the processes, since schedules of learning rates depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.testing.programs.compare import Axes, joined_batch
+from fshard.testing.programs.record import RankRecord
+
+Key = tuple[bool, int, int]
+"""A pass over a loader: does it train, the number of the loader, the number of the pass."""
+
+TRAINS = True
+
+
+class Batches(NamedTuple):
+    """What a process read.
+
+    Args:
+        loaders: the batches of each pass over a loader.
+        lengths: of loaders, in the order in which the script asked for them.
+        inputs: what models and losses got, in a script that reads no loader.
+    """
+
+    loaders: dict[Key, list[PyTree]]
+    lengths: list[int]
+    inputs: list[PyTree]
+
+    def of_training(self) -> list[PyTree]:
+        """Return the batches of the loader that the script trains on; else the inputs."""
+        passes = [key for key in self.loaders if key[0] is TRAINS]
+        if not passes:
+            return self.inputs
+        last = passes[-1][1]
+        batches: list[PyTree] = []
+        for key in passes:
+            if key[1] == last:
+                batches += self.loaders[key]
+        return batches
+
+
+class Reader:
+    """Watches what a script reads, and gives it other batches in the one process.
+
+    Args:
+        replayed: what the one process reads; None in the processes.
+    """
+
+    def __init__(self, replayed: Batches | None) -> None:
+        self.read = Batches({}, [], [])
+        self._replayed = replayed
+        self._number_of: dict[tuple[bool, int], int] = {}
+        self._passes: dict[tuple[bool, int], int] = {}
+        self._number_of_length: dict[int, int] = {}
+        self._alive: list[Any] = []  # a loader that is gone would give its id to another one
+        self._input = 0
+
+    def iterate(self, original: Callable[[Any], Iterator[Any]]) -> Any:
+        """Return the `__iter__` of a class of loaders."""
+
+        def iterate(loader: Any) -> Iterator[Any]:
+            trains = torch.is_grad_enabled()
+            number = self._number(self._number_of, (trains, id(loader)), trains, loader)
+            done = self._passes.get((trains, number), 0)
+            self._passes[trains, number] = done + 1
+            return _Pass(self, (trains, number, done), original(loader), loader)
+
+        return iterate
+
+    def length(self, original: Callable[[Any], int]) -> Any:
+        """Return the `__len__` of a class of loaders."""
+
+        def length(loader: Any) -> int:
+            if id(loader) not in self._number_of_length:
+                self._alive.append(loader)
+                self._number_of_length[id(loader)] = len(self._number_of_length)
+                self.read.lengths.append(original(loader))
+            number = self._number_of_length[id(loader)]
+            if self._replayed is not None and number < len(self._replayed.lengths):
+                return self._replayed.lengths[number]
+            return original(loader)
+
+        return length
+
+    def _number(
+        self, numbers: dict[tuple[bool, int], int], key: tuple[bool, int], trains: bool, x: Any
+    ) -> int:
+        if key not in numbers:
+            self._alive.append(x)
+            numbers[key] = sum(kind == trains for kind, _ in numbers)
+        return numbers[key]
+
+    def batch(self, key: Key, number: int, own: Any, has_ended: bool) -> Any:
+        """Return the batch that a script gets from a loader, given the loader's own."""
+        read = self.read.loaders.setdefault(key, [])
+        if self._replayed is not None and key in self._replayed.loaders:
+            batches = self._replayed.loaders[key]
+            if number == len(batches):
+                raise StopIteration
+            batch = batches[number]
+            read.append(batch)
+            return _like(own, batch)
+        if has_ended:
+            raise StopIteration
+        read.append(_plain(own))
+        return own
+
+    def input(self, x: Tensor) -> Tensor:
+        """Return what a model gets, in a script that reads no loader."""
+        if self.has_loader():
+            return x
+        self.read.inputs.append(x.detach().clone())
+        if self._replayed is None:
+            return x
+        if self._input == len(self._replayed.inputs):
+            raise EndOfInputs
+        replayed = self._replayed.inputs[self._input]
+        self._input += 1
+        return replayed.clone()
+
+    def has_loader(self) -> bool:
+        """Return True if the script has read a batch for training from a loader."""
+        return any(key[0] is TRAINS for key in self.read.loaders)
+
+    def count(self) -> int:
+        """Return the number of batches that were read for training."""
+        return len(self.read.of_training())
+
+
+class EndOfInputs(BaseException):
+    """Ends a script that takes more inputs in the one process than in the processes."""
+
+
+class _Pass:
+    """A pass over a loader."""
+
+    def __init__(self, reader: Reader, key: Key, original: Iterator[Any], loader: Any) -> None:
+        self._reader = reader
+        self._key = key
+        self._original = original
+        self._loader = loader
+        self._number = 0
+        self._last: Any = None
+        self._has_ended = False
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        # In the one process, its own batch tells the types of what is replaced.
+        if not self._has_ended:
+            try:
+                self._last = next(self._original)
+            except StopIteration:
+                self._has_ended = True
+        batch = self._reader.batch(self._key, self._number, self._last, self._has_ended)
+        self._number += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+def _plain(batch: Any) -> PyTree:
+    """Return a batch as dicts, lists, tuples and copies of tensors, which any process can read."""
+    if isinstance(batch, Tensor):
+        return batch.detach().clone()
+    if isinstance(batch, Mapping):
+        return {str(key): _plain(x) for key, x in cast(Mapping[Any, Any], batch).items()}
+    if isinstance(batch, list | tuple):
+        values = [_plain(x) for x in cast(Sequence[Any], batch)]
+        return values if isinstance(batch, list) else tuple(values)
+    return batch
+
+
+def _like(template: Any, batch: PyTree) -> Any:
+    """Return a plain batch in the types of another one."""
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    if isinstance(batch, dict):
+        values: dict[Any, Any] = {}
+        templates = template if isinstance(template, Mapping) else {}
+        keys = {str(key): key for key in cast(Mapping[Any, Any], templates)}
+        for name, x in cast(dict[str, Any], batch).items():
+            key = keys.get(name, name)
+            values[key] = _like(templates.get(key), x)
+        is_other = isinstance(template, Mapping) and not isinstance(template, dict)
+        return type(template)(values) if is_other else values
+    if isinstance(batch, list | tuple):
+        length = len(template) if isinstance(template, list | tuple) else 0
+        items: list[Any] = []
+        for number, x in enumerate(cast(Sequence[Any], batch)):
+            items.append(_like(template[number] if number < length else None, x))
+        if hasattr(template, "_fields"):
+            return type(template)(*items)
+        return items if isinstance(batch, list) else tuple(items)
+    return batch
+
+
+# -- in the parent ---------------------------------------------------------------------------------
+
+
+def joined(ranks: Sequence[Batches], axes: Axes, *, in_turn: bool = False) -> Batches:
+    """Return what the one process reads.
+
+    Args:
+        ranks: what each process read.
+        axes: of the mesh.
+        in_turn: the batches of the processes one after another, for a script that takes more
+            microbatches in fewer processes.
+    """
+    loaders: dict[Key, list[PyTree]] = {}
+    for key, batches in ranks[0].loaders.items():
+        have_all = all(key in rank.loaders for rank in ranks)
+        if have_all:
+            loaders[key] = _joined([rank.loaders[key] for rank in ranks], axes, in_turn)
+        elif key[0] is TRAINS:
+            # Process 0 reads a batch for each process, and sends them.
+            n = len(ranks)
+            groups = [batches[i : i + n] for i in range(0, len(batches), n)]
+            loaders[key] = [_in_one(group) for group in groups if len(group) == n]
+    inputs = _joined([rank.inputs for rank in ranks], axes, in_turn)
+    return Batches(loaders, ranks[0].lengths, inputs)
+
+
+def _joined(ranks: Sequence[Sequence[PyTree]], axes: Axes, in_turn: bool) -> list[PyTree]:
+    """Return the batches of all processes: joined, or those of one after another."""
+    number = min(len(batches) for batches in ranks)
+    if not number:
+        return []
+    lists = [list(batches[:number]) for batches in ranks]
+    if in_turn:
+        return _in_turn(lists, axes)
+
+    leaves_of_ranks = [flatten(batches)[0] for batches in lists]
+    _, structure = flatten(lists[0])
+    columns = [*zip(*leaves_of_ranks, strict=True)]
+    rows = {len(x) for column in columns if not _are_equal(column) for x in column if _has_rows(x)}
+    kept: dict[int, Any] = {}
+    for position, column in enumerate(columns):
+        # A mask that all rows share is no rows.
+        if _are_equal(column) and not (_has_rows(column[0]) and len(column[0]) in rows):
+            kept[position] = column[0]
+    records = [
+        _record([x for position, x in enumerate(leaves) if position not in kept])
+        for leaves in leaves_of_ranks
+    ]
+    leaves_of_all = iter(cast(list[Any], joined_batch(records, axes)))
+    leaves: list[Any] = []
+    for position in range(len(columns)):
+        leaves.append(kept[position] if position in kept else next(leaves_of_all))
+    return cast(list[PyTree], unflatten(structure, leaves))
+
+
+def _in_turn(lists: Sequence[Sequence[PyTree]], axes: Axes) -> list[PyTree]:
+    """Return the batches of one process after another; of those whose batches are equal, of one."""
+    different: list[Sequence[PyTree]] = []
+    for batches in lists:
+        leaves = flatten(batches)[0]
+        if not any(_are_equal_lists(leaves, flatten(others)[0]) for others in different):
+            different.append(batches)
+    turns: list[PyTree] = []
+    for turn in zip(*different, strict=True):
+        turns += turn
+    return turns
+
+
+def _are_equal_lists(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
+    return len(xs) == len(ys) and all(map(_are_equal, zip(xs, ys, strict=True)))
+
+
+def _in_one(batches: Sequence[PyTree]) -> PyTree:
+    return joined_batch([_record(batch) for batch in batches], {"ranks": len(batches)})
+
+
+def _record(batch: PyTree) -> RankRecord:
+    return RankRecord(batch=batch, losses=[], start={}, grads=[], params=[])
+
+
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0
+
+
+def _are_equal(column: Sequence[Any]) -> bool:
+    first = column[0]
+    for x in column[1:]:
+        if isinstance(first, Tensor):
+            if not isinstance(x, Tensor) or not torch.equal(first, x):
+                return False
+        elif x != first:
+            return False
+    return True

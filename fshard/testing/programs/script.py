@@ -1,0 +1,415 @@
+"""`certify_script`: a training script as torchrun runs it, without an edit, and in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from itertools import product
+from math import inf, prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fshard.errors import PromiseError
+from fshard.launching.pool import Processes
+from fshard.testing.certificate import Certificate, CertificateRow
+from fshard.testing.programs.compare import Axes, judge_ranks
+from fshard.testing.programs.loaders import Batches, EndOfInputs, Reader, joined
+from fshard.testing.programs.record import RankRecord
+from fshard.testing.programs.substitutions import (
+    OnCpu,
+    Place,
+    Substitution,
+    seed,
+    substituted,
+    table,
+)
+from fshard.testing.programs.watch import Finished, Start, Watcher
+
+UNSEEN = (
+    "The script ran on CPUs over gloo, in float64, without autocast, dropout and torch.compile, "
+    "with the learning rates of the processes. It does not see: other batches and later steps, "
+    "buffers such as BatchNorm's, random draws, an error that one process makes too, and processes "
+    "that load equal batches along an axis, which count as one."
+)
+LINES = 20
+"""Lines of the output of a script that an error quotes."""
+
+
+class Script(NamedTuple):
+    """A file, and how Python runs it."""
+
+    path: str
+    arguments: tuple[str, ...]
+    directory: str
+    steps: int
+
+
+class ScriptRecord(NamedTuple):
+    """What a script did in one process.
+
+    Args:
+        rank: its training.
+        batches: what it read.
+        others: frozen parameters and buffers at the start.
+        rates: learning rates of each step.
+        counts: the batches that were read before each step.
+        kept_gradients: those that were not zero when a step began.
+    """
+
+    rank: RankRecord
+    batches: Batches
+    others: dict[str, Tensor]
+    rates: list[list[float]]
+    counts: list[int]
+    kept_gradients: list[str]
+
+
+class ScriptError(RuntimeError):
+    """The error of a script, with its place."""
+
+
+# -- in a process ----------------------------------------------------------------------------------
+
+
+def run_in_processes(script: Script) -> ScriptRecord:
+    """Run a script as one of several processes."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store)
+    return _run(script, place, 1 + place.rank, None, None)
+
+
+def run_alone(script: Script, replayed: Batches, start: Start) -> ScriptRecord:
+    """Run a script as the only process, with the batches of all. The seeds differ by the rank."""
+    run = int(os.environ["RANK"])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    place = Place(0, 1, dist.HashStore(), seed_shift=1000 * run)
+    return _run(script, place, 1 + 1000 * run, replayed, start)
+
+
+def _run(
+    script: Script, place: Place, seed_value: int, replayed: Batches | None, start: Start | None
+) -> ScriptRecord:
+    mode = OnCpu()
+    reader = Reader(replayed)
+    watcher = Watcher(script.steps, mode, reader, start)
+    rows = [*table(place), *_of_watcher(watcher, reader)]
+    seed(seed_value)
+    with ExitStack() as stack:
+        output = stack.enter_context(_kept_output())
+        stack.enter_context(_as_main(script))
+        stack.enter_context(substituted(rows))
+        for handle in watcher.hooks():
+            stack.callback(handle.remove)
+        try:
+            with mode:
+                runpy.run_path(script.path, run_name="__main__")
+        except (Finished, EndOfInputs):
+            pass
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise _error(script, place, error, output) from None
+        except Exception as error:
+            raise _error(script, place, error, output) from None
+        _wait_for_others(place)
+
+    record = RankRecord(
+        batch=reader.read.of_training(),
+        losses=watcher.losses[: len(watcher.params)],
+        start=watcher.start,
+        grads=watcher.grads[: len(watcher.params)],
+        params=watcher.params,
+    )
+    return ScriptRecord(
+        record,
+        reader.read,
+        watcher.others,
+        watcher.rates,
+        watcher.counts,
+        watcher.kept_gradients,
+    )
+
+
+def _of_watcher(watcher: Watcher, reader: Reader) -> list[Substitution]:
+    """Return the substitutions by which a script is watched."""
+    rows = [Substitution("torch.nn:Module._call_impl", watcher.call, "global hooks see no keywords")]
+    for name in (
+        "torch.utils.data:DataLoader",
+        "torchdata.stateful_dataloader:StatefulDataLoader",
+    ):
+        rows.append(Substitution(f"{name}.__iter__", reader.iterate, "batches are recorded"))
+    rows.append(
+        Substitution("torch.utils.data:DataLoader.__len__", reader.length, "schedules depend on it")
+    )
+    return rows
+
+
+@contextlib.contextmanager
+def _as_main(script: Script) -> Generator[None]:
+    """Let the process be as Python has it when it begins a script."""
+    path = str(Path(script.path).parent)
+    before = [*sys.argv], [*sys.path]
+    os.environ.update(
+        ACCELERATE_USE_CPU="true",
+        TORCHELASTIC_RUN_ID="none",
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_MAX_RESTARTS="0",
+        GROUP_RANK="0",
+        ROLE_RANK=os.environ["RANK"],
+        GROUP_WORLD_SIZE="1",
+        ROLE_WORLD_SIZE=os.environ["WORLD_SIZE"],
+    )
+    os.chdir(script.directory)
+    sys.argv[:] = [script.path, *script.arguments]
+    sys.path.insert(0, path)
+    try:
+        yield
+    finally:
+        sys.argv[:], sys.path[:] = before
+
+
+@contextlib.contextmanager
+def _kept_output() -> Generator[Path]:
+    """Write what the script writes to a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "output"
+        kept = [os.dup(1), os.dup(2)]
+        with path.open("wb") as file:
+            for number in (1, 2):
+                os.dup2(file.fileno(), number)
+        try:
+            yield path
+        finally:
+            _flush()
+            for number, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _error(script: Script, place: Place, error: BaseException, output: Path) -> ScriptError:
+    """Return the error of a script as one line, with the end of its output as a note."""
+    _flush()
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == script.path]
+    where = f"{Path(script.path).name}:{lines[-1]}" if lines else Path(script.path).name
+    process = "the one process" if place.is_alone else f"rank {place.rank} of {place.size}"
+    text = str(error).strip().partition("\n")[0]
+    failure = ScriptError(f"{where} raised in {process}: {type(error).__name__}: {text}")
+    written = output.read_text(errors="replace").splitlines()
+    trace = "".join(traceback.format_exception(error)).splitlines()
+    failure.add_note("\n".join([*written[-LINES:], *trace[-LINES:]]))
+    return failure
+
+
+def _wait_for_others(place: Place) -> None:
+    """Wait until all have ended: one that leaves closes its connections, which others may read."""
+    if place.is_alone:
+        return
+    place.store.set(f"end {place.rank}", b"")
+    keys = [f"end {rank}" for rank in range(place.size)]
+    with contextlib.suppress(Exception):  # a process that has failed says so itself
+        place.store.wait(keys, timedelta(seconds=10))
+
+
+# -- in the parent ---------------------------------------------------------------------------------
+
+
+def certify_script(
+    path: str | Path,
+    meshes: Axes | Sequence[Axes],
+    args: Sequence[str] = (),
+    *,
+    steps: int = 2,
+    alone: Sequence[str] | None = None,
+    timeout: float = 180.0,
+) -> Certificate:
+    """Run a training script as torchrun does, on CPUs, and in one process, and compare the runs."""
+    meshes = [meshes] if isinstance(meshes, Mapping) else list(meshes)
+    file = Path(path).resolve()
+    if not meshes or steps < 1 or not file.is_file():
+        raise ValueError(
+            f"certify_script: a file, a mesh and steps >= 1 are needed; got {path}, {meshes}, {steps=}."
+        )
+    script = Script(str(file), tuple(args), str(Path.cwd()), steps)
+    script_alone = script._replace(arguments=tuple(args if alone is None else alone))
+    rows: list[CertificateRow] = []
+    for axes in meshes:
+        rows += _certified(script, script_alone, axes, timeout)
+    return Certificate(tuple(rows), steps, f"{file.name}: processes against one", UNSEEN, "mesh")
+
+
+def _certified(
+    script: Script, script_alone: Script, axes: Axes, timeout: float
+) -> list[CertificateRow]:
+    """Run a script in the processes of a mesh and in one, and judge it."""
+    name = Path(script.path).name
+    mesh = ", ".join([f"{axis}={size}" for axis, size in axes.items()])
+    with Processes(prod(axes.values()), timeout=timeout) as pool:
+        ranks = _outcomes(pool, name, run_in_processes, script)
+    numbers = [len(each.rank.params) for each in ranks]
+    if not any(numbers):
+        raise PromiseError(
+            f"certify: {name} must step an optimizer of torch.optim; got no step. Give its model, "
+            "loss, batch and step to the other form, fshard certify FILE:NAME."
+        )
+    if len(set(numbers)) > 1:
+        return [_row(mesh, "steps", f"the ranks have made {numbers} steps of optimizers")]
+
+    start = _start_of(ranks, axes)
+    batches = [each.batches for each in ranks]
+    runs = _alone(script_alone, name, joined(batches, axes), start, timeout)
+    if _takes_more(runs[0], ranks[0]):
+        in_turn = joined(batches, axes, in_turn=True)
+        runs = _alone(script_alone, name, in_turn, start, timeout)
+    single, repeated = runs
+    _validate(name, single, repeated, ranks)
+
+    different = _rows_of_starts(mesh, ranks, single)
+    if different:
+        return different
+    number = min(numbers[0], len(single.rank.params))
+    records = [_first_steps(each.rank, number) for each in ranks]
+    rows = judge_ranks(axes, records, _first_steps(single.rank, number), torch.float64)
+    return rows + _rows_of_kept_gradients(mesh, ranks[0])
+
+
+def _outcomes(pool: Processes, name: str, fn: Any, *args: Any) -> list[ScriptRecord]:
+    """Run in the processes of a pool; raise the error of the script as one line."""
+    try:
+        return pool.run_last(fn, *args)
+    except ScriptError as error:
+        failure = PromiseError(f"certify: {error}")
+        for note in error.__notes__[:1]:
+            failure.add_note(note)
+        raise failure from None
+
+
+def _alone(
+    script: Script, name: str, replayed: Batches, start: Start, timeout: float
+) -> tuple[ScriptRecord, ScriptRecord]:
+    """Run a script in one process; twice beside each other, with other seeds."""
+    with Processes(2, timeout=timeout) as pool:
+        first, second = _outcomes(pool, name, run_alone, script, replayed, start)
+    return first, second
+
+
+def _start_of(ranks: Sequence[ScriptRecord], axes: Axes) -> Start:
+    """Return what the one process begins with."""
+    names: dict[str, None] = {}
+    for each in ranks:
+        names.update(dict.fromkeys(each.rank.start))
+    params: dict[str, list[Tensor]] = {}
+    for name in names:
+        values = [each.rank.start[name] for each in ranks if name in each.rank.start]
+        params[name] = [values[0]]
+        have_all = len(values) == len(ranks)
+        if have_all and any(not _is_same(values[0], x) for x in values):
+            params[name] += full_candidates(values, axes)
+
+    others: dict[str, list[Tensor]] = {}
+    for each in ranks:
+        for name, x in each.others.items():
+            others.setdefault(name, [x])
+    return Start(params, others, ranks[0].rates)
+
+
+def full_candidates(parts: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+    """Return the full tensors of which the ranks may have parts, along one axis of the mesh."""
+    numbers = torch.arange(len(parts)).reshape(*axes.values())
+    candidates: list[Tensor] = []
+    for axis, dim in product(range(len(axes)), range(parts[0].ndim)):
+        lines = numbers.movedim(axis, -1).flatten(0, -2).tolist() if len(axes) > 1 else [numbers.tolist()]
+        fulls: list[Tensor] = []
+        for line in lines:
+            shapes = {x.shape[:dim] + x.shape[dim + 1 :] for x in [parts[rank] for rank in line]}
+            if len(shapes) == 1:
+                fulls.append(torch.cat([parts[rank] for rank in line], dim))
+        if len(fulls) == len(lines) and all(_is_same(fulls[0], x) for x in fulls):
+            candidates.append(fulls[0])
+    return candidates
+
+
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x, y)
+
+
+def _takes_more(single: ScriptRecord, rank: ScriptRecord) -> bool:
+    """Return True if a script takes more microbatches a step in one process than in several."""
+    if not single.counts:
+        return True
+    return single.counts[0] > rank.counts[0]
+
+
+def _first_steps(record: RankRecord, number: int) -> RankRecord:
+    return record._replace(
+        losses=record.losses[:number],
+        grads=record.grads[:number],
+        params=record.params[:number],
+    )
+
+
+def _validate(
+    name: str, single: ScriptRecord, repeated: ScriptRecord, ranks: Sequence[ScriptRecord]
+) -> None:
+    """Raise if the run in one process is no measure for the others."""
+    if not single.rank.params:
+        raise PromiseError(
+            f"certify: {name} must step its optimizer in one process too; got no step with the "
+            f"batches of {len(ranks)} processes. Give arguments for one process by --alone."
+        )
+    if single.rank.losses != repeated.rank.losses:
+        raise PromiseError(
+            f"certify: {name} must draw nothing in its steps; got other losses with other seeds: "
+            f"{single.rank.losses} and {repeated.rank.losses}. Batches by a DataLoader and dropout "
+            "of torch are taken care of; leave out other draws, as noise."
+        )
+
+
+def _row(mesh: str, leaf: str, reason: str) -> CertificateRow:
+    return CertificateRow(mesh, leaf, "DIVERGENT", inf, 0.0, reason, 0)
+
+
+def _rows_of_starts(
+    mesh: str, ranks: Sequence[ScriptRecord], single: ScriptRecord
+) -> list[CertificateRow]:
+    """Return a row for each replicated parameter that begins differently on ranks."""
+    rows: list[CertificateRow] = []
+    for name, full in single.rank.start.items():
+        values = {
+            rank: each.rank.start[name]
+            for rank, each in enumerate(ranks)
+            if name in each.rank.start and each.rank.start[name].shape == full.shape
+        }
+        first = next(iter(values), 0)
+        others = [rank for rank, x in values.items() if not torch.equal(x, values[first])]
+        if others:
+            text = f"the parameter begins differently on ranks {first} and {others[0]}: broadcast it"
+            rows.append(_row(mesh, name, text))
+    return rows
+
+
+def _rows_of_kept_gradients(mesh: str, rank: ScriptRecord) -> list[CertificateRow]:
+    names = list(dict.fromkeys(rank.kept_gradients))
+    if not names:
+        return []
+    text = (
+        f"a step begins with the gradient of the last one, of {names[0]} and {len(names) - 1} "
+        "others: call zero_grad()"
+    )
+    return [_row(mesh, "gradients", text)]
