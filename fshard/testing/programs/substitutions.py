@@ -83,24 +83,15 @@ def _device_or_index_on_cpu(x: Any) -> Any:
     return torch.device("cpu") if is_index else on_cpu(x)
 
 
-_DROPOUTS = {
-    torch.nn.functional.dropout,
-    torch.nn.functional.dropout1d,
-    torch.nn.functional.dropout2d,
-    torch.nn.functional.dropout3d,
-    torch.nn.functional.alpha_dropout,
-    torch.nn.functional.feature_alpha_dropout,
-    torch.dropout,
-    torch.alpha_dropout,
-    torch.feature_dropout,
-    torch.feature_alpha_dropout,
-}
-
-
 class OnCpu(InFloat64):
-    """Gives functions of torch the CPU for a GPU, float64 for float32, and no dropout.
+    """Gives functions of torch the CPU for a GPU, and float64 for float32.
 
-    `before_backward` is called with the loss of a backward.
+    Autocast leaves float64 as it is, and what a program has cast for it is float64 again.
+
+    Args:
+        before_backward: is called with the loss of a backward.
+        after_backward: is called when it has ended.
+        before_function: returns the arguments that a function of torch gets instead.
     """
 
     def __init__(self) -> None:
@@ -118,15 +109,9 @@ class OnCpu(InFloat64):
     ) -> Any:
         """Call a function of torch."""
         options = dict(kwargs or {})
-        if func in _DROPOUTS:
-            return args[0] if args else options["input"]
         if func is Tensor.cuda or func is Tensor.pin_memory:
             return args[0]
 
-        if "dropout_p" in options:
-            options["dropout_p"] = 0.0
-        if func is torch.nn.functional.scaled_dot_product_attention and len(args) > 4:
-            args = [*args[:4], 0.0, *args[5:]]
         if "device" in options:
             options["device"] = _device_or_index_on_cpu(options["device"])
         if "pin_memory" in options:
@@ -139,6 +124,9 @@ class OnCpu(InFloat64):
 
     def argument(self, x: Any) -> Any:
         """Return what a function of torch is given for an argument."""
+        is_low = type(x) is Tensor and x.dtype in (torch.bfloat16, torch.float16)
+        if is_low and torch.is_autocast_enabled("cpu"):
+            return x.double()
         return on_cpu(super().argument(x))
 
     def _run_backward(
@@ -167,6 +155,10 @@ def _with(**replaced: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return called
 
     return replace
+
+
+def _no_dropout(original: Any) -> Any:
+    return lambda input, *args, **kwargs: input
 
 
 def _always(value: Any) -> Callable[[Any], Any]:
@@ -311,6 +303,16 @@ def _compile(original: Any) -> Any:
     return compile
 
 
+def _attention(original: Any) -> Any:
+    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("dropout_p", None)
+        if args:
+            kwargs["is_causal"] = args[1] if len(args) > 1 else False
+        return original(query, key, value, attn_mask, **kwargs)
+
+    return attention
+
+
 def _module_to(original: Any) -> Any:
     def to(module: Any, *args: Any, **kwargs: Any) -> Any:
         if args:
@@ -359,7 +361,10 @@ def _shifted(place: Place) -> Callable[[Any], Any]:
 
 def _fabric_init(place: Place) -> Callable[[Any], Any]:
     replace = _with(
-        accelerator=lambda _: "cpu", devices=lambda _: place.size, num_nodes=lambda _: 1
+        accelerator=lambda _: "cpu",
+        devices=lambda _: place.size,
+        num_nodes=lambda _: 1,
+        precision=lambda _: "32-true",
     )
 
     def replaced(original: Any) -> Any:
@@ -376,6 +381,18 @@ def _fabric_init(place: Place) -> Callable[[Any], Any]:
         return called
 
     return replaced
+
+
+def _without_mixed_precision(original: Any) -> Any:
+    """Return a check of arguments of Hugging Face's Trainer that asks for no GPU."""
+
+    def check(arguments: Any) -> None:
+        arguments.bf16 = False
+        arguments.fp16 = False
+        arguments.tf32 = None
+        original(arguments)
+
+    return check
 
 
 def table(place: Place) -> list[Substitution]:
@@ -438,6 +455,30 @@ def table(place: Place) -> list[Substitution]:
         Substitution("torch.cuda:Event", lambda _: _Stream, "there are no streams"),
         Substitution("torch.cuda.nvtx:range_push", _always(0), "there is no profiler"),
         Substitution("torch.cuda.nvtx:range_pop", _always(0), "there is no profiler"),
+    ]
+    no_dropout = "another draw in each process"
+    for name in "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split():
+        rows.append(Substitution(f"torch.nn.functional:{name}", _no_dropout, no_dropout))
+    for name in "dropout alpha_dropout feature_dropout feature_alpha_dropout".split():
+        rows.append(Substitution(f"torch:{name}", _no_dropout, no_dropout))
+    rows += [
+        Substitution(
+            "torch.nn.functional:scaled_dot_product_attention", _attention, no_dropout
+        ),
+        Substitution("torch.nn:RNNBase.__init__", _with(dropout=lambda _: 0.0), no_dropout),
+        Substitution(
+            "torch.amp.autocast_mode:autocast.__init__", _with(device_type=to_cpu), "as on a GPU"
+        ),
+        Substitution(
+            "accelerate.accelerator:Accelerator.__init__",
+            _with(mixed_precision=lambda _: "no"),
+            "some need a GPU, and none changes float64",
+        ),
+        Substitution(
+            "transformers.training_args:TrainingArguments.__post_init__",
+            _without_mixed_precision,
+            "some need a GPU, and none changes float64",
+        ),
     ]
     for package in ("lightning_fabric", "lightning.fabric"):
         name = f"{package}.fabric:Fabric.__init__"
