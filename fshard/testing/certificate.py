@@ -16,7 +16,11 @@ Verdict = Literal["EXACT", "BOUNDED", "DIVERGENT", "INCONCLUSIVE"]
 
 
 class CertificateRow(NamedTuple):
-    """The verdict on a leaf in a stage (under a plugin, on a mesh); `step` is the first that fails."""
+    """The verdict on a leaf in a stage (under a plugin, on a mesh).
+
+    `step` is the first that fails, and `subject` what of the leaf: the loss, its gradient, the
+    change of the parameter.
+    """
 
     stage: int | str
     leaf: str
@@ -25,18 +29,32 @@ class CertificateRow(NamedTuple):
     bound: float
     reason: str = ""
     step: int | None = None
+    subject: str = ""
+
+
+_TIMES = {"loss": 0, "gradient": 1, "gradient that the optimizer is given": 2}
+
+
+def time_of(subject: str) -> int:
+    """Return when in a step a subject is there: a gradient comes before the change that it makes."""
+    return _TIMES.get(subject, len(_TIMES))
 
 
 def first_of(rows: Sequence[CertificateRow]) -> CertificateRow | None:
     """Choose the row that fails first: in the first stage, at the first step.
 
-    Of several leaves it is the first that diverges, else the first.
+    Of several leaves it is the first that diverges, else the first; a gradient comes before a change.
     """
     failures = [row for row in rows if row.step is not None]
     if not failures:
         return None
     failures_of_stage = [row for row in failures if row.stage == failures[0].stage]
-    return min(failures_of_stage, key=lambda row: (row.step, row.verdict != "DIVERGENT"))
+
+
+    def order(row: CertificateRow) -> tuple[int, bool, int]:
+        return row.step or 0, row.verdict != "DIVERGENT", time_of(row.subject)
+
+    return min(failures_of_stage, key=order)
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,6 +66,7 @@ class Certificate(Tabular):
     title: str
     unseen: str
     column: Literal["stage", "mesh"] = "stage"
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -75,7 +94,13 @@ class Certificate(Tabular):
             entry = row._asdict()
             # First, under the name of the column.
             rows.append({self.column: entry.pop("stage"), **entry})
-        content = {"ok": self.ok, "steps": self.steps, "unseen": self.unseen, "rows": rows}
+        content = {
+            "ok": self.ok,
+            "steps": self.steps,
+            "notes": list(self.notes),
+            "unseen": self.unseen,
+            "rows": rows,
+        }
         return json.dumps(content, indent=1)
 
     def table(self) -> Table:
@@ -83,7 +108,7 @@ class Certificate(Tabular):
         from rich.table import Table
 
         table = Table(self.column, "leaf", "verdict", "error", "bound", "reason", title=self.title)
-        table.caption = f"{self.steps} steps. {self.unseen}"
+        table.caption = " ".join([f"{self.steps} steps.", *self.notes, self.unseen])
         stage = None
         for row in self.rows:
             is_first_of_stage = row.stage != stage

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from math import inf
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fshard.rounding import largest, widest
-from fshard.testing.certificate import CertificateRow, Verdict, first_of
+from fshard.testing.certificate import CertificateRow, Verdict, first_of, time_of
 
 
 @contextmanager
@@ -54,18 +55,19 @@ class Shards(NamedTuple):
         difference = widest(self.flattened()) - widest(self.same_elements_of(full))
         return difference.abs().nan_to_num(inf, inf)
 
-    def first_difference(self, full: Tensor, bound: float) -> str:
-        """Describe the first element whose error exceeds a bound, and the device that stores it."""
+    def first_difference(self, full: Tensor, bound: float, member: str = "device") -> str:
+        """Describe the first element whose error exceeds a bound, and the member that stores it."""
         position = int((self.errors(full) > bound).nonzero()[0])
-        actual = self.flattened()[position].item()
-        expected = self.same_elements_of(full)[position].item()
+        actual, expected = different_texts(
+            self.flattened()[position].item(), self.same_elements_of(full)[position].item()
+        )
 
         numbers = torch.arange(full.numel(), device=full.device).reshape(full.shape)
         number = self.same_elements_of(numbers)[position]
         index = [int(i) for i in torch.unravel_index(number, full.shape)]
         return (
-            f"first differs at {index}: {actual:.6g} instead of {expected:.6g} "
-            f"(device {self._device_at(position)})"
+            f"first differs at {index}: {actual} instead of {expected} "
+            f"({member} {self._device_at(position)})"
         )
 
     def _device_at(self, position: int) -> int:
@@ -77,6 +79,33 @@ class Shards(NamedTuple):
         raise IndexError(position)
 
 
+def different_texts(x: float, y: float) -> tuple[str, str]:
+    """Return two numbers with as many digits as it takes to differ.
+
+    >>> different_texts(1.00000001, 1.0)
+    ('1.00000001', '1')
+    """
+    for digits in range(6, 18):
+        texts = f"{x:.{digits}g}", f"{y:.{digits}g}"
+        if texts[0] != texts[1]:
+            return texts
+    return str(x), str(y)
+
+
+def number_text(x: float, tolerance: float) -> str:
+    """Return a number, as a fraction too if it is one that decimals do not show.
+
+    >>> number_text(1 / 3, 1e-6), number_text(0.49999999999, 1e-6)
+    ('0.333333 (1/3)', '0.5')
+    """
+    fraction = Fraction(x).limit_denominator(64)
+    is_fraction = abs(float(fraction) - x) <= tolerance * abs(x)
+    if not is_fraction:
+        return f"{x:.6g}"
+    text = f"{float(fraction):.6g}"
+    return text if Fraction(text) == fraction else f"{text} ({fraction})"
+
+
 def _in_a_row(xs: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.reshape(-1) for x in xs])
 
@@ -84,8 +113,18 @@ def _in_a_row(xs: Sequence[Tensor]) -> Tensor:
 class Comparison(NamedTuple):
     """A leaf after a step: its shards, and the full tensor of one device.
 
-    Either is None where a run has none. `hint` is the likely cause of a divergence; `rivals` are
-    other full tensors, which the shards may have by mistake.
+    Args:
+        step: the number of the step.
+        leaf: the name.
+        subject: what of the leaf, such as its gradient.
+        shards: None where the sharded run has none.
+        full: None where the serial run has none.
+        bound: the error that rounding explains.
+        hint: the likely cause of a divergence.
+        rivals: other full tensors, which the shards may have by mistake.
+        cause: the description of a divergence, if it is known.
+        note: what must be said if the leaf agrees.
+        tolerance: the relative error of a factor, and of a rival.
     """
 
     step: int
@@ -96,28 +135,49 @@ class Comparison(NamedTuple):
     bound: float
     hint: str = ""
     rivals: Mapping[str, Tensor] = {}
+    cause: str = ""
+    note: str = ""
+    tolerance: float = 1e-3
+
+    def is_within_bound(self) -> bool:
+        """Return True if both runs have the leaf, or neither, and rounding explains the error."""
+        if self.shards is None or self.full is None:
+            return self.shards is None and self.full is None
+        errors = self.shards.errors(self.full)
+        return not errors.numel() or float(errors.max()) <= self.bound
 
 
 def judge(
     comparisons: Iterable[Comparison],
     stage: int | str,
-    sizes: Mapping[str, int] | None = None,
-    tolerance: float = 1e-3,
+    counts: Mapping[str, int] | None = None,
+    member: str = "device",
 ) -> list[CertificateRow]:
     """Judge every leaf of a run, by the first comparison that fails or else by the largest error.
 
-    `sizes` are of axes, by which a mistake may multiply. `tolerance` is the relative error of a
-    factor, and of a rival.
+    `counts` are numbers by which a mistake may multiply, by their names; `member` is the word for
+    what has shards.
     """
     rows_of_leaves: dict[str, list[CertificateRow]] = {}
+    notes: dict[str, str] = {}
     for comparison in comparisons:
-        row = _row(comparison, stage, sizes or {}, tolerance)
+        row = _row(comparison, stage, counts or {}, member)
         rows_of_leaves.setdefault(comparison.leaf, []).append(row)
+        if comparison.note:
+            notes[comparison.leaf] = comparison.note
 
-    def order(row: CertificateRow) -> tuple[bool, int, float]:
-        return row.step is None, row.step or 0, -row.error
+    def order(row: CertificateRow) -> tuple[bool, int, int, float]:
+        if row.step is None:
+            return True, 0, 0, -row.error
+        # A gradient before the change that it makes.
+        return False, row.step, time_of(row.subject), -row.error
 
-    rows = [min(leaf_rows, key=order) for leaf_rows in rows_of_leaves.values()]
+    rows: list[CertificateRow] = []
+    for leaf, leaf_rows in rows_of_leaves.items():
+        row = min(leaf_rows, key=order)
+        if row.step is None:
+            row = row._replace(reason=notes.get(leaf, ""))
+        rows.append(row)
     first = first_of(rows)
     if first is None:
         return rows
@@ -131,19 +191,22 @@ def judge(
 
 
 def _row(
-    comparison: Comparison, stage: int | str, sizes: Mapping[str, int], tolerance: float
+    comparison: Comparison, stage: int | str, counts: Mapping[str, int], member: str
 ) -> CertificateRow:
     """Return the row of one comparison; its `step` is None unless it fails."""
-    verdict, error, reason = _verdict(comparison, sizes, tolerance)
+    verdict, error, reason = _verdict(comparison, counts, member)
     row = CertificateRow(stage, comparison.leaf, verdict, error, comparison.bound)
     if not reason:
         return row
     step = comparison.step
-    return row._replace(reason=f"step {step}: the {comparison.subject} {reason}", step=step)
+    subject = comparison.subject
+    return row._replace(
+        reason=f"step {step}: the {subject} {reason}", step=step, subject=subject
+    )
 
 
 def _verdict(
-    comparison: Comparison, sizes: Mapping[str, int], tolerance: float
+    comparison: Comparison, counts: Mapping[str, int], member: str
 ) -> tuple[Verdict, float, str]:
     """Return the verdict, the largest error, and the reason of a failure."""
     shards = comparison.shards
@@ -161,12 +224,12 @@ def _verdict(
         return "BOUNDED", error, ""
     if not full.isfinite().all():
         return "INCONCLUSIVE", error, "of one device is not finite"
-    mistake = _mistake(comparison, shards, full, sizes, tolerance)
+    mistake = comparison.cause or _mistake(comparison, shards, full, counts, member)
     return "DIVERGENT", error, mistake + comparison.hint
 
 
 def _mistake(
-    comparison: Comparison, shards: Shards, full: Tensor, sizes: Mapping[str, int], tolerance: float
+    comparison: Comparison, shards: Shards, full: Tensor, counts: Mapping[str, int], member: str
 ) -> str:
     """Describe a difference.
 
@@ -178,25 +241,66 @@ def _mistake(
     if not x.any():
         return "is 0"
 
+    tolerance = comparison.tolerance
     factor = constant_factor(x, shards.same_elements_of(full), tolerance)
     if factor is not None:
-        axes = [axis for axis, n in sizes.items() if _is_by_size(factor, n, tolerance)]
-        if axes:
-            return f"is {factor:.4g} times that of one device: the size of {' or '.join(axes)}"
+        text = f"is {number_text(factor, tolerance)} times that of one device"
+        names = [name for name, n in counts.items() if _is_by_size(factor, n, tolerance)]
+        if names:
+            return f"{text}: {' or '.join(names)}"
         # One number is always a multiple of another, so a factor explains it only by a size.
-        if x.numel() > 1 or not sizes:
-            return f"is {factor:.4g} times that of one device"
+        if full.numel() > 1 or not counts:
+            return text
 
     for name, rival in comparison.rivals.items():
         if rival is full or rival.shape != full.shape:
             continue
         if torch.allclose(x, shards.same_elements_of(rival), tolerance, 0.0):
             return f"is that of {name}"
-    return shards.first_difference(full, comparison.bound)
+    by_members = _factors_of_members(comparison, shards, full, member)
+    if by_members:
+        return by_members
+    difference = shards.first_difference(full, comparison.bound, member)
+    if full.numel() == 1 and factor is not None:
+        difference += f", {number_text(factor, tolerance)} times"
+    return difference
+
+
+def _factors_of_members(
+    comparison: Comparison, shards: Shards, full: Tensor, member: str
+) -> str:
+    """Describe the factors of members that have other ones; "" if a shard has none."""
+    tolerance = comparison.tolerance
+    factors: dict[int, float] = {}
+    for number, (shard, expected) in enumerate(
+        zip(shards.shards, shards.cut(full), strict=True)
+    ):
+        x = shard.flatten()
+        y = expected.flatten()
+        if _largest_difference(x, y) <= comparison.bound:
+            continue
+        has_factor = x.numel() > 1 and bool(y.any())
+        if not x.any():
+            factors[shards.devices[number]] = 0.0
+            continue
+        factor = constant_factor(x, y, tolerance) if has_factor else None
+        if factor is None:
+            return ""
+        factors[shards.devices[number]] = factor
+    if len(shards.shards) == 1:
+        return ""
+    texts = [f"{member} {i}: {number_text(x, tolerance)} times" for i, x in factors.items()]
+    return f"is multiplied on some, {', '.join(texts)} that of one device"
+
+
+def _largest_difference(x: Tensor, y: Tensor) -> float:
+    if not x.numel():
+        return 0.0
+    return float((widest(x) - widest(y)).abs().max())
 
 
 def _is_by_size(factor: float, n: int, tolerance: float) -> bool:
-    """Return True if a factor is the size of an axis, or one over it."""
+    """Return True if a factor is a number, or one over it."""
     return n > 1 and min(abs(factor / n - 1), abs(factor * n - 1)) < tolerance
 
 

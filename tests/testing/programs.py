@@ -420,6 +420,590 @@ def by_fshard(rank, world, *, stage=3):
     return model, loss, rows_of(world.mesh), step
 
 
+# -- what a loss may return, and what a batch may be ------------------------------------------------
+
+
+def tiny_config(family):
+    """The config of a Hugging Face model, without dropout."""
+    import transformers
+
+    wide = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if family == "llama":
+        return transformers.LlamaConfig(**wide, intermediate_size=24, num_key_value_heads=2)
+    if family == "mixtral":
+        return transformers.MixtralConfig(
+            **wide, intermediate_size=24, num_key_value_heads=2, num_local_experts=4
+        )
+    if family == "gpt2":
+        return transformers.GPT2Config(
+            vocab_size=32, n_embd=16, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+    if family == "bert":
+        return transformers.BertConfig(
+            **wide, intermediate_size=24, hidden_dropout_prob=0, attention_probs_dropout_prob=0
+        )
+    return transformers.T5Config(
+        vocab_size=32,
+        d_model=16,
+        d_kv=4,
+        d_ff=24,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+
+
+def hugging_face(family):
+    import transformers
+
+    kinds = {
+        "llama": transformers.LlamaForCausalLM,
+        "mixtral": transformers.MixtralForCausalLM,
+        "gpt2": transformers.GPT2LMHeadModel,
+        "bert": transformers.BertForMaskedLM,
+        "t5": transformers.T5ForConditionalGeneration,
+    }
+    torch.manual_seed(0)
+    return kinds[family](tiny_config(family))
+
+
+def tokens_of(rank, world, width=6):
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 32, (8, width), generator=draw).chunk(world)[rank]
+    return {"input_ids": ids, "labels": ids}
+
+
+RETURNS = {
+    "object": lambda out: out,
+    "loss": lambda out: out.loss,
+    "dict": lambda out: {"loss": out.loss, "logits": out.logits},
+    "tuple": lambda out: (out.loss, out.logits),
+}
+
+
+def transformer(rank, world, *, family="llama", by="ddp", returns="object"):
+    model = hugging_face(family)
+    if by == "ddp":
+        model = DDP(model)
+    elif by == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        model = FullyShardedDataParallel(
+            model, use_orig_params=True, device_id=torch.device("cpu")
+        )
+    else:
+        layers = ("LlamaDecoderLayer", "MixtralDecoderLayer", "GPT2Block", "BertLayer", "T5Block")
+        for module in model.modules():
+            if type(module).__name__ in layers:
+                fully_shard(module, mesh=world.mesh)
+        fully_shard(model, mesh=world.mesh)
+
+    def loss(model, batch):
+        return RETURNS[returns](model(**batch))
+
+    return model, loss, tokens_of(rank, world), updates(model)
+
+
+class Rows(torch.utils.data.Dataset):
+    """The rows of `data()`."""
+
+    def __init__(self, rows):
+        self.x, self.y = data(rows)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.x[i], self.y[i]
+
+
+def by_loader(rank, world, *, rows=24, sampled=True):
+    from torch.utils.data import DataLoader
+    from torch.utils.data.distributed import DistributedSampler
+
+    model = DDP(mlp())
+    rows = Rows(rows)
+    sampler = DistributedSampler(rows, world, rank, shuffle=False) if sampled else None
+    loader = DataLoader(rows, batch_size=4, sampler=sampler, num_workers=2)
+    return model, square, loader, updates(model)
+
+
+def by_dict_that_is_emptied(rank, world):
+    model = DDP(mlp())
+    x, y = rows_of(world.mesh)
+
+    def loss(model, batch):
+        y = batch.pop("y")
+        return {"loss": (model(batch["x"]) - y).square().mean()}
+
+    return model, loss, {"x": x, "y": y}, updates(model)
+
+
+# -- right ones that look wrong --------------------------------------------------------------------
+
+
+def zero_in_the_loss(rank, world):
+    """Gradients are set to zero where the next ones are taken."""
+    model = DDP(mlp())
+    opt = torch.optim.AdamW(model.parameters(), 0.05)
+
+    def loss(model, batch):
+        value = square(model, batch)
+        opt.zero_grad()
+        value.backward()
+        return value
+
+    return model, loss, rows_of(world.mesh), opt.step
+
+
+def reduced_in_step(rank, world, *, divides=True):
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), 0.05)
+
+    def step():
+        reduced(model, world if divides else 1)
+        opt.step()
+        opt.zero_grad()
+
+    return model, square, rows_of(world.mesh), step
+
+
+def averaged_parameters(rank, world, *, optimizer=torch.optim.SGD):
+    """Each process steps by its own gradient; parameters are averaged. That is right for SGD alone."""
+    model = mlp()
+    opt = optimizer(model.parameters(), 0.05)
+
+    def step():
+        opt.step()
+        opt.zero_grad()
+        for x in model.parameters():
+            dist.all_reduce(x.data)
+            x.data /= world
+
+    return model, square, rows_of(world.mesh), step
+
+
+def share_of_the_mean(rank, world):
+    """Each process has the sum over its elements by the number of all; gradients are summed."""
+    model = mlp()
+    x, y = rows_of(world.mesh)
+
+    def loss(model, batch):
+        x, y = batch
+        value = (model(x) - y).square().sum() / (y.numel() * world)
+        value.backward()
+        reduced(model, 1)
+        return value
+
+    return model, loss, (x, y), updates(model)
+
+
+def weighted_by_tokens(rank, world, *, by_ranks=False):
+    """A mean over tokens that are no padding, of which processes have other numbers."""
+    model = DDP(mlp())
+    x, y = rows_of(world.mesh)
+    mask = (torch.arange(8) % 3 > 0).double().chunk(world)[rank]
+
+    def loss(model, batch):
+        x, y, mask = batch
+        total = mask.sum()
+        if by_ranks:
+            return ((model(x) - y).square().mean(1) * mask).sum() / total
+        dist.all_reduce(total)
+        return ((model(x) - y).square().mean(1) * mask).sum() / total * world
+
+    return model, loss, (x, y, mask), updates(model)
+
+
+def context_parallel(rank, world, *, zigzag=False, forgets=False):
+    """Each process has a chunk of the sequence; keys and values are gathered."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"embed": nn.Embedding(16, 4), "head": nn.Linear(4, 16)})
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 16, (2, 8), generator=draw)
+    places = torch.arange(8)
+    if zigzag:
+        chunks = places.chunk(2 * world)
+        own = torch.cat([chunks[rank], chunks[2 * int(world) - 1 - rank]])
+    else:
+        own = places.chunk(world)[rank]
+
+    def loss(model, batch):
+        ids, places = batch
+        q = model["embed"](ids)
+        k = GatherRows.apply(q.transpose(0, 1)).transpose(0, 1)
+        positions = [torch.empty_like(places) for _ in range(world)]
+        dist.all_gather(positions, places)
+        is_seen = places[:, None] >= torch.cat(positions)
+        weights = (q @ k.transpose(1, 2)).masked_fill(~is_seen, -torch.inf).softmax(-1)
+        value = nn.functional.cross_entropy(model["head"](weights @ k).flatten(0, 1), ids.flatten())
+        value.backward()
+        if not forgets:
+            reduced(model, world)
+        return value
+
+    return model, loss, (ids[:, own], own), updates(model)
+
+
+def scored_pairs(rank, world):
+    """Columns that no rule can tell: the program in one process has the columns of one."""
+    model = mlp()
+    x, y = data(8, 4)
+    own = 1 if world == 1 else rank
+
+    def loss(model, batch):
+        value = model(torch.cat([batch, batch], 1)[:, :4]).square().mean()
+        value.backward()
+        reduced(model, world)
+        return value
+
+    del y
+    return model, loss, x[:4, 2 * own : 2 * own + 2], updates(model)
+
+
+def tied_stages(rank, world, *, forgets=False):
+    """The embedding is on the first stage, its transpose on the last; their gradients are summed."""
+    torch.manual_seed(0)
+    n = int(world)
+    weight = torch.randn(8, 4)
+    middle = nn.Linear(4, 4)
+    embed = nn.Embedding(8, 4, _weight=weight.clone())
+    head = nn.Linear(4, 8, bias=False)
+    head.weight = embed.weight if n == 1 else nn.Parameter(weight.clone())
+    parts = {"embed": embed, "middle": middle, "head": head}
+    names = [["embed"], ["middle", "head"]][rank] if n > 1 else [*parts]
+    model = nn.ModuleDict({name: parts[name] for name in names})
+    ids = torch.arange(8)
+
+    def loss(model, ids):
+        if n == 1:
+            return nn.functional.cross_entropy(head(middle(embed(ids))), ids.flip(0))
+        if rank == 0:
+            inner = embed(ids)
+            dist.send(inner.detach(), 1)
+            g = torch.empty_like(inner)
+            dist.recv(g, 1)
+            inner.backward(g)
+            value = None
+        else:
+            inner = torch.empty(8, 4)
+            dist.recv(inner, 0)
+            inner.requires_grad_()
+            value = nn.functional.cross_entropy(head(middle(inner)), ids.flip(0))
+            value.backward()
+            dist.send(inner.grad, 0)
+        if not forgets:
+            dist.all_reduce(embed.weight.grad if rank == 0 else head.weight.grad)
+        return value
+
+    return model, loss, ids, updates(model)
+
+
+def fused_columns(rank, world, *, starts_at_zero=False, sizes=(8, 4, 4)):
+    """A weight of three parts, each divided along the axis, as a plain tensor."""
+    torch.manual_seed(0)
+    full = torch.zeros(sum(sizes)) if starts_at_zero else torch.randn(sum(sizes))
+    own = torch.cat([part.chunk(world)[rank] for part in full.split(sizes)])
+    scale = torch.cat([x.chunk(world)[rank] for x in torch.arange(1.0, 17).split(sizes)])
+    params = {"qkv.bias": own.clone().requires_grad_()}
+
+    def loss(params, x):
+        y = ((params["qkv.bias"] - scale).square() * x).sum()
+        return AddOver.apply(y)
+
+    opt = torch.optim.SGD([*params.values()], 0.1)
+    return params, loss, torch.ones(1), lambda: (opt.step(), opt.zero_grad())
+
+
+def experts_in_columns(rank, world):
+    """Experts along one axis, the columns of each along the other."""
+    torch.manual_seed(0)
+    mesh = world.mesh
+    full = torch.randn(4, 6, 3)
+    own = full.chunk(mesh["expert"].size())[mesh["expert"].get_local_rank()]
+    own = own.chunk(mesh["tensor"].size(), 1)[mesh["tensor"].get_local_rank()]
+    params = {"experts": own.clone().requires_grad_()}
+    opt = torch.optim.SGD([*params.values()], 0.1)
+
+    def loss(params, x):
+        return AddOver.apply((params["experts"].square().sum() * x).sum())
+
+    return params, loss, torch.ones(1), lambda: (opt.step(), opt.zero_grad())
+
+
+def shard_of_zeros(rank, world):
+    """A bias that begins at 0 and is sharded along the second of two axes of equal sizes."""
+    mesh = world.mesh
+    n = mesh["model"].size()
+    index = mesh["model"].get_local_rank()
+    scale = torch.arange(1.0, 5).chunk(n)[index]
+    params = {"bias": torch.zeros(4).chunk(n)[index].clone().requires_grad_()}
+    x = torch.arange(1.0, 9).chunk(mesh["data"].size())[mesh["data"].get_local_rank()]
+    opt = torch.optim.SGD([*params.values()], 0.1)
+
+    def loss(params, x):
+        part = (params["bias"] - scale).square().sum()
+        value = part * x.mean()
+        value.backward()
+        for name in ("data",):
+            dist.all_reduce(params["bias"].grad, group=mesh[name].get_group())
+        params["bias"].grad /= mesh["data"].size()
+        total = value.detach()
+        dist.all_reduce(total, group=mesh["model"].get_group())
+        return total
+
+    return params, loss, x, lambda: (opt.step(), opt.zero_grad())
+
+
+def orthogonalized(rank, world):
+    """An update that computes in bfloat16, as Muon's."""
+    model = DDP(mlp())
+
+    def step():
+        for x in model.parameters():
+            g = x.grad.bfloat16()
+            x.data -= 0.01 * (g / (g.float().norm() + 1e-6).bfloat16()).to(x.dtype)
+            x.grad = None
+
+    return model, square, rows_of(world.mesh), step
+
+
+def zero_gradient(rank, world):
+    """A bias below a softmax has a gradient of rounding, of which Adam makes a step."""
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
+    shift = nn.Parameter(torch.zeros(1))
+    model.module.register_parameter("shift", shift)
+
+    def loss(model, batch):
+        x, y = batch
+        scores = (model(x) + 1e3 * shift).log_softmax(-1)
+        return -(scores * y.softmax(-1)).sum(-1).mean()
+
+    opt = torch.optim.Adam(model.parameters(), 0.05, eps=1e-30)
+    model = DDP(model.module)
+    return model, loss, rows_of(world.mesh), lambda: (opt.step(), opt.zero_grad())
+
+
+# -- wrong ones, by their causes -------------------------------------------------------------------
+
+
+def keeps_gradients(rank, world):
+    model = DDP(mlp())
+    opt = torch.optim.SGD(model.parameters(), 0.05)
+    return model, square, rows_of(world.mesh), opt.step
+
+
+def keeps_and_detaches(rank, world):
+    """The loss has no gradient after the first step, so those of the first one stay."""
+    model = DDP(mlp())
+    opt = torch.optim.SGD(model.parameters(), 0.05)
+    count = 0
+
+    def loss(model, batch):
+        nonlocal count
+        count += 1
+        value = square(model, batch)
+        return value if count == 1 else value.detach()
+
+    return model, loss, rows_of(world.mesh), opt.step
+
+
+def sent_in_bfloat16(rank, world, *, by="hand"):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    if by == "hook":
+        model = DDP(mlp())
+        model.register_comm_hook(None, bf16_compress_hook)
+        return model, square, rows_of(world.mesh), updates(model, torch.optim.SGD)
+    if by == "policy":
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+        return by_fully_shard(rank, world, policy=policy, optimizer=torch.optim.SGD)
+    model = mlp()
+
+    def loss(model, batch):
+        value = square(model, batch)
+        value.backward()
+        for x in model.parameters():
+            g = x.grad.bfloat16()
+            dist.all_reduce(g)
+            x.grad = g.to(x.dtype) / world
+        return value
+
+    return model, loss, rows_of(world.mesh), updates(model, torch.optim.SGD)
+
+
+def frozen_on_one(rank, world):
+    """One process forgets to train a parameter."""
+    model = mlp()
+    if rank == 1:
+        model[0].bias.requires_grad_(False)
+
+    def loss(model, batch):
+        value = square(model, batch)
+        value.backward()
+        for x in model.parameters():
+            if x.grad is None:
+                x.grad = torch.zeros_like(x)
+            dist.all_reduce(x.grad)
+            x.grad /= world
+        return value
+
+    return model, loss, rows_of(world.mesh), updates(model, torch.optim.SGD)
+
+
+def moves_nothing(rank, world):
+    """The optimizer has the parameters from before they were sharded."""
+    model = mlp()
+    opt = torch.optim.SGD(model.parameters(), 0.05)
+    fully_shard(model, mesh=world.mesh)
+    return model, square, rows_of(world.mesh), lambda: (opt.step(), model.zero_grad())
+
+
+def numbers_of_ranks(rank, world):
+    model = DDP(mlp())
+
+    def loss(model, batch):
+        x, y, scale = batch
+        return scale * square(model, (x, y))
+
+    return model, loss, (*rows_of(world.mesh), 1.0 + rank), updates(model)
+
+
+def half_a_parameter(rank, world):
+    """Both processes have the same half of the columns."""
+    torch.manual_seed(0)
+    full = torch.randn(4, 3)
+    params = {"w": (full if world == 1 else full[:2]).clone().requires_grad_()}
+    opt = torch.optim.SGD([*params.values()], 0.1)
+    loss = lambda params, x: (params["w"].square().sum() * x).sum()  # noqa: E731
+    return params, loss, torch.ones(1), lambda: (opt.step(), opt.zero_grad())
+
+
+def times_of_rank(rank, world):
+    """Rank 1 has twice the gradient."""
+    return 1 + rank
+
+
+def times_all(rank, world):
+    """The number of all processes."""
+    return int(world)
+
+
+def times_third(rank, world):
+    """A number that decimals do not show."""
+    return 1 / 3 if world > 1 else 1
+
+
+def times_little(rank, world):
+    """A number that six digits do not show."""
+    return 1 + 1e-7 if world > 1 else 1
+
+
+def scaled(rank, world, *, by, optimizer=torch.optim.AdamW):
+    """Gradients are multiplied by a number before the step."""
+    model = DDP(mlp())
+
+    def loss(model, batch):
+        value = square(model, batch)
+        value.backward()
+        for x in model.parameters():
+            x.grad *= by(rank, world)
+        return value
+
+    axes = world.mesh if world.mesh.ndim == 1 else world.mesh._flatten("all")
+    return model, loss, rows_of(axes), updates(model, optimizer)
+
+
+def not_divided_by_accumulation(rank, world):
+    model = DDP(mlp())
+
+    def loss(model, batch):
+        for part in zip(*(x.chunk(4 // world) for x in batch), strict=True):
+            scale = 4 if world == 1 else 1
+            (square(model, part) / scale).backward()
+
+    return model, loss, rows_of(world.mesh), updates(model)
+
+
+def tiny_and_wrong(rank, world):
+    """A gradient of 1e-13 of the others is twice as large, of which Adam makes another update."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict({"large": torch.ones(3), "tiny": torch.ones(3)})
+    x = torch.arange(1.0, 9).chunk(world)[rank]
+    opt = torch.optim.AdamW(model.parameters(), 0.05, eps=1e-13)
+
+    def loss(model, x):
+        weights = torch.arange(1.0, 4)
+        return x.mean() * ((model["large"] * weights).sum() + 1e-13 * (model["tiny"] * weights).sum())
+
+    def whole(model, x):
+        value = loss(model, x)
+        value.backward()
+        reduced(model, world)
+        if world > 1:
+            model["tiny"].grad *= 2
+        return value
+
+    return model, whole, x, lambda: (opt.step(), opt.zero_grad())
+
+
+def off_by_little(rank, world):
+    """An element is another in the eighth digit."""
+    model = DDP(mlp())
+
+    def loss(model, batch):
+        value = square(model, batch)
+        value.backward()
+        model.module[2].bias.grad[0] *= times_little(rank, world)
+        return value
+
+    return model, loss, rows_of(world.mesh), updates(model)
+
+
+def local_clipping(rank, world):
+    """Adam does not see the length of a gradient, which is clipped by a norm of other elements."""
+    model = DDP(mlp())
+    opt = torch.optim.Adam(model.parameters(), 0.05)
+
+    def step():
+        params = [*model.parameters()][: 4 if world == 1 else 2]
+        norm = torch.stack([x.grad.square().sum() for x in params]).sum().sqrt()
+        for x in model.parameters():
+            x.grad *= 0.1 / norm
+        opt.step()
+        opt.zero_grad()
+
+    return model, square, rows_of(world.mesh), step
+
+
+def one_steps_not(rank, world):
+    model = DDP(mlp())
+    opt = torch.optim.SGD(model.parameters(), 0.05)
+
+    def step():
+        if rank == 0:
+            opt.step()
+        opt.zero_grad()
+
+    return model, square, rows_of(world.mesh), step
+
+
+def not_zeroed_on_one(rank, world):
+    model = mlp()
+    opt = torch.optim.SGD(model.parameters(), 0.05)
+
+    def step():
+        reduced(model, world)
+        opt.step()
+        if rank == 0:
+            opt.zero_grad()
+
+    return model, square, rows_of(world.mesh), step
+
+
 RIGHT = {
     "fshard 1": (partial(by_fshard, stage=1), {"data": 2}, {}),
     "fshard 3": (by_fshard, {"data": 4}, {}),
@@ -439,7 +1023,7 @@ RIGHT = {
             optimizer=torch.optim.SGD,
         ),
         {"data": 2},
-        {"dtype": torch.bfloat16},
+        {},
     ),
     "fully_shard, accumulation": (fully_shard_accumulation, {"data": 2}, {}),
     "hybrid shard": (by_fully_shard, {"replica": 2, "data": 2}, {}),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from math import prod
+from typing import Any
 
 import torch
 
@@ -12,8 +14,10 @@ from fshard.errors import PromiseError
 from fshard.launching.pool import Processes
 from fshard.rounding import TOLERANCES
 from fshard.testing.certificate import Certificate, CertificateRow
-from fshard.testing.programs.compare import Axes, joined_batch, judge_ranks
-from fshard.testing.programs.record import Program, RankRecord, record
+from fshard.testing.programs.batches import Axes, joined_batches
+from fshard.testing.programs.compare import judge_ranks, mesh_text, notes_on
+from fshard.testing.programs.layouts import Parts
+from fshard.testing.programs.record import Program, RankRecord, Tensors, batches_alone, record
 
 UNSEEN = (
     "It does not see: other batches and later steps, buffers such as BatchNorm's, random draws, an "
@@ -21,38 +25,54 @@ UNSEEN = (
     "count as one."
 )
 
+SECOND_OF_ONE = -1
+"""The key of a second pool of one process, which runs beside the first."""
+
 
 def certify_program(
     program: Program,
     meshes: Axes | Sequence[Axes],
     *,
     steps: int = 3,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = None,
+    splits: Mapping[str, int] | None = None,
+    parts: Parts | None = None,
     timeout: float = 60.0,
     processes: dict[int, Processes] | None = None,
 ) -> Certificate:
     """Train a program of torch.distributed in gloo processes and in one, and compare the runs.
 
-    Losses, gradients before `step()` and parameters are compared.
+    Losses, gradients before `step()`, those that optimizers of torch are given, and parameters are
+    compared.
 
     Args:
         program: `program(rank, world) -> (model, loss, batch, step)`, at the top level of a module.
             `world` is the number of processes, `world.mesh` torch's DeviceMesh with the axes of the
             mesh; the process group is there already. `model` is a module, wrapped and sharded in
-            any way, or a dict of parameters; `batch` the rows of this process; `loss(model, batch)`
-            returns the loss, of which the gradient is taken, unless it has called backward itself;
-            `step()` updates the parameters and zeroes gradients. It must seed its generators.
+            any way, or a dict of parameters; `batch` the rows of this process, or a loader, of which
+            each step takes a batch; `loss(model, batch)` returns the loss, of which the gradient is
+            taken, unless it has called backward itself (or a dict with "loss", an object with
+            `.loss`, a tuple with the loss first); `step()` updates the parameters and sets gradients
+            to zero. It must seed its generators.
         meshes: axes and sizes, such as {"data": 2, "model": 2}; one or several.
-        steps: number of steps, each with the same batch.
-        dtype: the lowest precision that the program computes or sends in. New tensors are float64
-            during the run, so only what a program casts explicitly, as by a mixed precision policy,
-            is lower.
+        steps: number of steps, each with the same batch unless there is a loader.
+        dtype: the lowest one that tensors may be sent and reduced in. What activations are computed
+            in, as by a mixed precision policy, is seen and need not be declared.
+        splits: the dim of batches that is split along an axis, such as {"context": 1}. It is 0 for
+            other axes, and none need be given if the program's batch in one process has the elements
+            of all.
+        parts: the rows of each part of a parameter, of which each is divided along an axis, by
+            patterns of names: {"layers.*.qkv.bias": (64, 16, 16)}. Parts whose values before the
+            first step tell them apart are found.
         timeout: seconds that the processes of a mesh may take.
         processes: pools by size, to use for several calls; the caller closes them.
 
+    The run is in float64: what a program computes in float32 is float64 too.
+
     Processes whose batches are equal along an axis count as one: such an axis shards the model. The
     batches along other axes are put together in the order of the ranks, for the one process. A
-    parameter that is a plain tensor with a part of a dim is put together along an axis.
+    parameter that is a plain tensor with a shard of one or two dims is compared with the same
+    elements.
 
         def program(rank, world):
             torch.manual_seed(0)
@@ -69,7 +89,8 @@ def certify_program(
         print(fs.testing.certify_program(program, {"data": 4}))
     """
     meshes = [meshes] if isinstance(meshes, Mapping) else list(meshes)
-    if not meshes or steps < 1 or dtype not in TOLERANCES:
+    is_dtype = dtype is None or dtype in TOLERANCES
+    if not meshes or steps < 1 or not is_dtype:
         names = ", ".join([str(dtype) for dtype in TOLERANCES])
         raise ValueError(
             f"certify_program: a mesh, steps >= 1 and a dtype of {names} are needed; got {meshes}, "
@@ -77,49 +98,132 @@ def certify_program(
         )
 
     rows: list[CertificateRow] = []
+    notes: list[str] = []
     with ExitStack() as stack:
-        pools = {} if processes is None else processes
-
-        def pool_of(n: int) -> Processes:
-            if n not in pools:
-                pools[n] = Processes(n, timeout=timeout)
-                if processes is None:
-                    stack.enter_context(pools[n])
-            return pools[n]
-
+        pools = _Pools(stack, timeout, processes)
         for axes in meshes:
-            pool = pool_of(prod(axes.values()))
-            pool_of_one = pool_of(1)
-            axes_of_one = dict.fromkeys(axes, 1)
+            ranks, single = _runs(pools, program, axes, steps, splits or {})
+            rows += judge_ranks(axes, ranks, single, dtype, parts)
+            for note in notes_on(axes, ranks, single):
+                prefix = f"{mesh_text(axes)}: " if len(meshes) > 1 else ""
+                notes.append(prefix + note)
+    title = "processes against one process"
+    return Certificate(tuple(rows), steps, title, UNSEEN, "mesh", tuple(notes))
 
-            ranks = pool.run(record, program, axes, steps, 1)
-            batch = joined_batch(ranks, axes)
-            # Twice, with other seeds, to see what the program draws without a seed of its own.
-            (single,) = pool_of_one.run(record, program, axes_of_one, steps, 2, batch)
-            (repeated,) = pool_of_one.run(record, program, axes_of_one, steps, 3, batch)
-            _validate(single, repeated)
-            rows += judge_ranks(axes, ranks, single, dtype)
-    return Certificate(tuple(rows), steps, "processes against one process", UNSEEN, "mesh")
+
+class _Pools:
+    """Processes by number, started at their first use; they end with the stack unless they are given."""
+
+    def __init__(
+        self, stack: ExitStack, timeout: float, given: dict[int, Processes] | None
+    ) -> None:
+        self._stack = stack
+        self._timeout = timeout
+        self._is_given = given is not None
+        self._pools = {} if given is None else given
+        self._threads = stack.enter_context(ThreadPoolExecutor(3))
+
+    def start(self, n: int, fn: Callable[..., Any], *args: Any) -> Future[list[Any]]:
+        """Run a function in n processes, beside what the caller does."""
+        if n not in self._pools:
+            pool = Processes(max(n, 1), timeout=self._timeout)
+            if not self._is_given:
+                self._stack.callback(pool.close)
+            self._pools[n] = pool
+        return self._threads.submit(self._pools[n].run, fn, *args)
+
+
+def _runs(
+    pools: _Pools, program: Program, axes: Axes, steps: int, splits: Mapping[str, int]
+) -> tuple[list[RankRecord], RankRecord]:
+    """Run a program in the processes of a mesh, and in one."""
+    n = prod(axes.values())
+    axes_of_one = dict.fromkeys(axes, 1)
+    alone_begun = None
+    if n > 1:
+        alone_begun = pools.start(1, batches_alone, program, axes_of_one, steps, 2)
+    ranks: list[RankRecord] = pools.start(n, record, program, axes, steps, 1).result()
+    alone = None
+    if alone_begun is not None:
+        (alone,) = alone_begun.result()
+    batches = joined_batches(ranks, axes, splits, alone)
+
+    # Twice, with other seeds, to see what the program draws without a seed of its own; and with
+    # gradients that are set to zero, to see whether the program does it.
+    first = pools.start(1, record, program, axes_of_one, steps, 2, batches)
+    second = pools.start(SECOND_OF_ONE, record, program, axes_of_one, steps, 3, batches, True)
+    (single,) = first.result()
+    (repeated,) = second.result()
+    _validate(single, repeated)
+    return ranks, single
 
 
 def _validate(single: RankRecord, repeated: RankRecord) -> None:
-    """Raise if a program draws what is not seeded, draws in its loss, or trains nothing."""
-    unseeded: list[str] = []
-    for name, x in single.start.items():
-        if not torch.equal(x, repeated.start[name]):
-            unseeded.append(name)
+    """Raise if a program draws what is not seeded, keeps gradients, or trains nothing."""
+    unseeded = _different(single.start, repeated.start)
     if unseeded:
         raise PromiseError(
             f"certify_program: two runs must begin alike; got other values of "
             f"{', '.join(unseeded)}. Call torch.manual_seed(0) first in the program."
         )
-    if single.losses != repeated.losses:
-        raise PromiseError(
-            "certify_program: the loss draws random numbers, which no run in one process draws "
-            "alike. Set dropout to 0."
-        )
-    if not single.start or all(not grads for grads in single.grads):
+    _validate_steps(single, repeated)
+
+    has_gradient = any(x.any() for grads in single.grads for x in grads.values())
+    is_moved = any(_different(single.start, params) for params in single.params)
+    if not single.start or not (has_gradient or is_moved):
         raise PromiseError(
             "certify_program: a program must train parameters; got none with a gradient in one "
             "process. Return a model whose parameters require grad, and a loss that uses them."
         )
+    if not is_moved:
+        raise PromiseError(
+            "certify_program: step() must update parameters; got the same ones after "
+            f"{len(single.params)} steps in one process. Make the optimizer of the parameters of the "
+            "model that is returned, after it is sharded."
+        )
+
+
+def _validate_steps(single: RankRecord, repeated: RankRecord) -> None:
+    """Raise if a run that has other seeds, and gradients set to zero before each step, differs."""
+    for step, params in enumerate(single.params):
+        is_loss_equal = _is_same(single.losses[step], repeated.losses[step])
+        other_grads = _different(single.grads[step], repeated.grads[step])
+        other_params = _different(params, repeated.params[step])
+        if step > 0 and is_loss_equal and other_grads:
+            raise PromiseError(
+                f"certify_program: gradients must be 0 when a step begins; got those of step "
+                f"{step - 1} added to those of step {step} in {', '.join(other_grads)}. Let step() "
+                "set gradients to zero, as by opt.zero_grad()."
+            )
+        if not is_loss_equal or other_grads:
+            raise PromiseError(
+                "certify_program: the loss draws random numbers, which no run in one process draws "
+                "alike. Set dropout to 0."
+            )
+        if other_params:
+            raise PromiseError(
+                "certify_program: step() must update alike when it is repeated; got other values of "
+                f"{', '.join(other_params)} after step {step}. Seed what it draws."
+            )
+
+
+def _is_same(x: float | None, y: float | None) -> bool:
+    are_nan = x is not None and y is not None and x != x and y != y
+    return x == y or are_nan
+
+
+def _different(tensors: Tensors, others: Tensors) -> list[str]:
+    """Return the names of tensors that differ."""
+    names: list[str] = []
+    for name in {**tensors, **others}:
+        x = tensors.get(name)
+        y = others.get(name)
+        # No gradient is one of 0.
+        if x is None or y is None:
+            x = y if x is None else x
+            is_other = x is not None and bool(x.any())
+        else:
+            is_other = x.shape != y.shape or not torch.equal(x.nan_to_num(), y.nan_to_num())
+        if is_other:
+            names.append(name)
+    return names

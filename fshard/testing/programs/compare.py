@@ -1,205 +1,373 @@
-"""The comparison of a run in processes with one in a single process, leaf by leaf."""
+"""The comparison of a run in processes with one in a single process, in the order of time.
+
+    loss ─> gradients, those of the last layer first ─> what optimizers are given ─> changes
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
-from typing import Any, NamedTuple
+from itertools import combinations
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fshard.errors import PromiseError
-from fshard.mesh.layout import PyTree, flatten, unflatten
 from fshard.rounding import TOLERANCES, bound_of, largest
 from fshard.testing.certificate import CertificateRow
-from fshard.testing.programs.record import RankRecord, rows_of
-from fshard.testing.verdicts import Comparison, Shards, judge
+from fshard.testing.programs.batches import Axes, coordinates_of, equal_axes, rows_at
+from fshard.testing.programs.layouts import Parts, Slices, slices_of
+from fshard.testing.programs.record import RankRecord, Tensors
+from fshard.testing.verdicts import Comparison, Shards, constant_factor, judge, number_text
 
-Axes = Mapping[str, int]
-
-
-def _coordinates(axes: Axes) -> list[tuple[int, ...]]:
-    """Return the coordinates of the ranks."""
-    return list(product(*[range(size) for size in axes.values()]))
-
-
-def joined_batch(ranks: Sequence[RankRecord], axes: Axes) -> PyTree:
-    """Return the batch of all processes.
-
-    Its rows are those of the axes along which batches differ, in the order of ranks.
-    """
-    leaves_by_rank = [flatten(rank.batch)[0] for rank in ranks]
-    _, structure = flatten(ranks[0].batch)
-    groups: dict[tuple[int, ...], Sequence[Any]] = dict(
-        zip(_coordinates(axes), leaves_by_rank, strict=True)
-    )
-    # Axis by axis, the last one first: the coordinates of a group lose their last one, until one
-    # group is left, of coordinates ().
-    for _ in axes:
-        lines: dict[tuple[int, ...], list[Sequence[Any]]] = {}
-        for coordinates, leaves in groups.items():
-            lines.setdefault(coordinates[:-1], []).append(leaves)
-
-        is_equal = all(_equal(line[0], leaves) for line in lines.values() for leaves in line)
-        if is_equal:
-            groups = {key: line[0] for key, line in lines.items()}
-        else:
-            groups = {key: _concatenated(line) for key, line in lines.items()}
-    return unflatten(structure, list(groups[()]))
-
-
-def _equal(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
-    for x, y in zip(leaves, others, strict=True):
-        are_tensors = isinstance(x, Tensor) and isinstance(y, Tensor)
-        if not (torch.equal(x, y) if are_tensors else bool(x == y)):
-            return False
-    return True
-
-
-def _concatenated(line: Sequence[Sequence[Any]]) -> list[Any]:
-    """Concatenate the rows of several batches, leaf by leaf; take numbers of the first one."""
-    joined: list[Any] = []
-    errors: list[str] = []
-    for column in zip(*line, strict=True):
-        first = column[0]
-        if not isinstance(first, Tensor) or first.ndim == 0:
-            joined.append(first)
-            continue
-        row_shapes = {tuple(x.shape[1:]) for x in column}
-        if len(row_shapes) > 1:
-            errors.append(str(sorted(row_shapes)))
-        else:
-            joined.append(torch.cat(column))
-    if errors:
-        raise ValueError(
-            "certify_program: the batches of processes must differ in rows only; got rows of "
-            f"{'; '.join(errors)}."
-        )
-    return joined
-
-
-class _Slice(NamedTuple):
-    """The elements of a parameter that a rank has: a shard, by its number, of `n` shards of a dim."""
-
-    dim: int = 0
-    number: int = 0
-    n: int = 1
-
-    def of(self, full: Tensor) -> Tensor:
-        """Take the elements of a full tensor."""
-        return full if self.n == 1 else full.tensor_split(self.n, self.dim)[self.number]
+DATA_AXES = ("data", "dp", "replica", "replicate", "fsdp", "ddp", "shard", "batch")
+"""Names of axes along which processes load other rows."""
 
 
 def judge_ranks(
-    axes: Axes, ranks: Sequence[RankRecord], single: RankRecord, dtype: torch.dtype
-) -> list[CertificateRow]:
-    """Judge the run in the processes of a mesh: the loss, and gradients and changes of parameters.
-
-    Each parameter has a row.
-    """
-    names: dict[str, None] = {}  # a set in order
-    for rank in (single, *ranks):
-        names.update(dict.fromkeys(rank.start))
-    slices = {name: _slices(name, axes, ranks, single) for name in names}
-
-    mesh = ", ".join([f"{name}={size}" for name, size in axes.items()])
-    different = [name for name, slices_of_ranks in slices.items() if not slices_of_ranks]
-    if different:
-        raise PromiseError(
-            f"certify_program: on mesh {mesh} parameters must begin as in one process; got other "
-            f"values, names or parts of {', '.join(different)}. Seed all ranks alike, and shard "
-            "dims in equal parts in the order of an axis."
-        )
-    sizes = dict(axes)
-    if len(axes) > 1:
-        sizes["all axes"] = len(ranks)
-    return judge(_comparisons(ranks, single, slices, dtype), mesh, sizes, 1e-6 + TOLERANCES[dtype])
-
-
-def _slices(
-    name: str, axes: Axes, ranks: Sequence[RankRecord], single: RankRecord
-) -> dict[int, _Slice]:
-    """Return the slice of a parameter in each rank that has it; none if they differ.
-
-    It is found by the values before the first step. All ranks have the full parameter, or a part of
-    a dim, in the order of an axis.
-    """
-    full = single.start.get(name)
-    if full is None:
-        return {}
-    starts = {rank: record.start[name] for rank, record in enumerate(ranks) if name in record.start}
-    for slices in _candidates(full.ndim, axes, list(starts)):
-        if all(torch.equal(starts[rank], each.of(full)) for rank, each in slices.items()):
-            return slices
-    return {}
-
-
-def _candidates(ndim: int, axes: Axes, ranks: Sequence[int]) -> Iterator[dict[int, _Slice]]:
-    """Yield the slices that ranks may have: of full tensors, and of each dim along each axis."""
-    yield {rank: _Slice() for rank in ranks}
-    for dim, axis in product(range(ndim), range(len(axes))):
-        yield _slices_along(dim, axis, axes, ranks)
-
-
-def _slices_along(dim: int, axis: int, axes: Axes, ranks: Sequence[int]) -> dict[int, _Slice]:
-    """Return the slices of some ranks, where the ranks along an axis divide a dim."""
-    coordinates = _coordinates(axes)
-    lines: dict[tuple[int, ...], list[int]] = {}
-    for rank in ranks:
-        other_coordinates = coordinates[rank][:axis] + coordinates[rank][axis + 1 :]
-        lines.setdefault(other_coordinates, []).append(rank)
-
-    slices: dict[int, _Slice] = {}
-    for line in lines.values():
-        for number, rank in enumerate(line):
-            slices[rank] = _Slice(dim, number, len(line))
-    return slices
-
-
-def _comparisons(
+    axes: Axes,
     ranks: Sequence[RankRecord],
     single: RankRecord,
-    slices: Mapping[str, Mapping[int, _Slice]],
-    dtype: torch.dtype,
-) -> Iterator[Comparison]:
-    """Compare the losses, gradients and changes of parameters of all steps."""
-    for step, grads in enumerate(single.grads):
-        loss = _mean_loss(ranks, step)
-        if loss is not None and single.losses[step] is not None:
-            expected = torch.tensor(single.losses[step], dtype=torch.float64)
-            shards = Shards([loss], [0], lambda x: [x])
-            yield Comparison(step, "loss", "loss", shards, expected, bound_of(expected, 0.0, dtype))
+    dtype: torch.dtype | None = None,
+    parts: Parts | None = None,
+) -> list[CertificateRow]:
+    """Judge the run in the processes of a mesh, by the run in one process.
 
-        largest_of_all = max(map(largest, grads.values()), default=0.0)
-        for name, slices_of_ranks in slices.items():
-            rank_grads = {
-                rank: ranks[rank].grads[step][name]
-                for rank in slices_of_ranks
-                if name in ranks[rank].grads[step]
-            }
-            if rank_grads or name in grads:
-                # No gradient is one of 0.
-                expected = grads.get(name, torch.zeros_like(single.start[name]))
-                if not rank_grads:
-                    rank_grads = {
-                        rank: torch.zeros_like(ranks[rank].start[name]) for rank in slices_of_ranks
-                    }
-                shards = _shards(rank_grads, slices_of_ranks)
-                bound = bound_of(expected, largest_of_all, dtype)
-                yield Comparison(step, name, "gradient", shards, expected, bound, rivals=grads)
-
-            # The change, relative to the parameter: a small one has the errors of the large.
-            changes: dict[int, Tensor] = {}
-            for rank in slices_of_ranks:
-                changes[rank] = ranks[rank].params[step][name] - ranks[rank].start[name]
-            expected = single.params[step][name] - single.start[name]
-            shards = _shards(changes, slices_of_ranks)
-            bound = bound_of(single.params[step][name], 0.0, dtype)
-            yield Comparison(step, name, "change of the parameter", shards, expected, bound)
+    Args:
+        axes: of the mesh.
+        ranks: the runs in processes.
+        single: the run in one process.
+        dtype: the lowest one that tensors may be sent in, besides those that a program computes in.
+        parts: see `certify_program`.
+    """
+    mesh = mesh_text(axes)
+    run = _Run(axes, ranks, single, _layouts(axes, ranks, single, parts or {}), _Dtypes(ranks, dtype))
+    rows = judge(run.comparisons(), mesh, run.counts(), "rank")
+    return [*run.dtypes.rows(mesh), *rows]
 
 
-def _shards(parts: Mapping[int, Tensor], slices: Mapping[int, _Slice]) -> Shards:
+def notes_on(axes: Axes, ranks: Sequence[RankRecord], single: RankRecord) -> list[str]:
+    """Return what a reader of the verdict must know besides."""
+    notes: list[str] = []
+    for name in equal_axes(ranks, axes):
+        if name in DATA_AXES:
+            notes.append(
+                f"WARNING: batches are equal along {name}, so its ranks count as replicas. Should "
+                "each load other rows, as by a DistributedSampler?"
+            )
+        else:
+            notes.append(f"Batches are equal along {name}, so its ranks count as replicas.")
+    lower = sorted({str(dtype) for dtype in _Dtypes(ranks, None).all_seen} - {"torch.float64"})
+    if lower:
+        notes.append(f"Bounds are those of {', '.join(lower)}, which the program computes in.")
+    if all(loss is None for loss in single.losses):
+        notes.append("The program returns no loss, so gradients and parameters alone are compared.")
+    return notes
+
+
+def mesh_text(axes: Axes) -> str:
+    """Return the axes as the command takes them."""
+    return ", ".join([f"{name}={size}" for name, size in axes.items()])
+
+
+def _layouts(
+    axes: Axes, ranks: Sequence[RankRecord], single: RankRecord, parts: Parts
+) -> dict[str, Slices]:
+    """Return the slices of each parameter that a run trains, in the order of the backward."""
+    names: dict[str, None] = {}  # a set in order
+    trained: set[str] = set()
+    for run in (single, *ranks):
+        names.update(dict.fromkeys(run.start))
+        trained |= run.start.keys() - run.frozen
+    ordered = [name for name in names if name in trained and not _is_second_name(name, ranks, single)]
+
+    layouts: dict[str, Slices] = {}
+    different: list[str] = []
+    for name in _in_backward_order(ordered, single.order):
+        layouts[name] = slices_of(name, axes, ranks, single, parts)
+        if not layouts[name]:
+            different.append(name)
+    if different:
+        raise PromiseError(
+            f"certify_program: on mesh {mesh_text(axes)} parameters must begin as in one process; got "
+            f"other values, names or parts of {', '.join(different)}. Seed all ranks alike. Shards "
+            "must have the same elements together; declare the parts of those that begin equal, "
+            'such as biases of 0: parts={"*.qkv.bias": (q, k, v)}.'
+        )
+    return layouts
+
+
+def _is_second_name(name: str, ranks: Sequence[RankRecord], single: RankRecord) -> bool:
+    """Return True if a parameter is compared under another name in all runs."""
+    first = single.tied.get(name)
+    if first is None:
+        return False
+    return all(rank.tied.get(name) == first for rank in ranks if name in rank.start)
+
+
+def _in_backward_order(names: Sequence[str], uses: Sequence[str]) -> list[str]:
+    """Return names in the order in which gradients are done: that used last is first.
+
+    Without uses it is the order of the model, reversed.
+    """
+    if not uses:
+        return list(reversed(names))
+    used = [name for name in reversed(uses) if name in names]
+    return used + [name for name in names if name not in uses]
+
+
+class _Dtypes:
+    """The dtypes of a run, by which rounding explains differences."""
+
+    def __init__(self, ranks: Sequence[RankRecord], declared: torch.dtype | None) -> None:
+        computed: set[torch.dtype] = set()
+        sent: set[torch.dtype] = set()
+        rounded: set[torch.dtype] = set()
+        for rank in ranks:
+            computed |= rank.computed_in
+            sent |= rank.sent_in
+            rounded |= rank.rounded_in
+        allowed = computed | ({declared} if declared is not None else set())
+        self.undeclared: list[torch.dtype] = []
+        for dtype in sent:
+            if TOLERANCES[dtype] > TOLERANCES[_lowest(allowed)]:
+                self.undeclared.append(dtype)
+        self.all_seen = computed | sent | rounded
+        self.of_gradients = _lowest(allowed | sent)
+        # An update may compute in a dtype of its own, as Muon does.
+        self.of_changes = _lowest(allowed | sent | rounded)
+
+    def rows(self, mesh: str) -> list[CertificateRow]:
+        """Return a row for each dtype that tensors are sent in without need."""
+        rows: list[CertificateRow] = []
+        for dtype in self.undeclared:
+            name = str(dtype).removeprefix("torch.")
+            reason = (
+                f"step 0: tensors are reduced or sent in {name}, and nothing is computed in it. If "
+                f"that is meant: --dtype {name} (dtype=torch.{name})"
+            )
+            error = torch.finfo(dtype).eps
+            bound = torch.finfo(torch.float64).eps
+            rows.append(CertificateRow(mesh, "reductions", "DIVERGENT", error, bound, reason, 0))
+        return rows
+
+
+def _lowest(dtypes: set[torch.dtype]) -> torch.dtype:
+    return max(dtypes | {torch.float64}, key=lambda dtype: TOLERANCES[dtype])
+
+
+class _Run(NamedTuple):
+    """A run in processes with the one in a single process, and the layouts of its parameters."""
+
+    axes: Axes
+    ranks: Sequence[RankRecord]
+    single: RankRecord
+    layouts: Mapping[str, Slices]
+    dtypes: _Dtypes
+
+    def counts(self) -> dict[str, int]:
+        """Return the numbers by which a mistake may multiply, by their names."""
+        counts: dict[str, int] = {}
+        sizes = {name: size for name, size in self.axes.items() if size > 1}
+        for n in range(1, len(sizes) + 1):
+            for names in combinations(sizes, n):
+                counts[f"the size of {' x '.join(names)}"] = prod([sizes[name] for name in names])
+        backwards = max([n for rank in self.ranks for n in rank.backwards], default=1)
+        if backwards > 1:
+            counts["the number of backward calls in a step"] = backwards
+        return counts
+
+    def comparisons(self) -> Iterator[Comparison]:
+        """Compare the losses, gradients and changes of parameters of all steps."""
+        loss_rule = _LossRule(self)
+        for step in range(len(self.single.params)):
+            yield from loss_rule.comparisons(step)
+            largest_of_all = max(map(largest, self.single.grads[step].values()), default=0.0)
+            for name, slices in self.layouts.items():
+                yield from self._parameter(step, name, slices, largest_of_all)
+
+    def _parameter(
+        self, step: int, name: str, slices: Slices, largest_of_all: float
+    ) -> Iterator[Comparison]:
+        change = self._change(step, name, slices)
+        gradient = self._gradient(step, name, slices, largest_of_all)
+        given = self._given(step, name, slices, largest_of_all)
+        is_updated_right = change.is_within_bound()
+
+        is_exact = self.dtypes.of_gradients == torch.float64
+        if gradient is not None and is_exact and _is_small_multiple(gradient):
+            gradient = gradient._replace(bound=0.0)
+        if gradient is not None:
+            scale = self._scale_of_sum(gradient)
+            is_reduced_later = scale is not None and is_updated_right
+            if is_reduced_later and (given is None or given.is_within_bound()):
+                note = "gradients are reduced after loss(); the parameters agree"
+                gradient = gradient._replace(shards=None, full=None, note=note)
+                given = None
+            elif scale is not None:
+                gradient = gradient._replace(cause=_unreduced_text(scale, len(slices)))
+        for comparison in (gradient, given, change):
+            if comparison is not None:
+                yield comparison
+
+    def _gradient(
+        self, step: int, name: str, slices: Slices, largest_of_all: float
+    ) -> Comparison | None:
+        """Compare the gradients before `step()`; None if no run has one."""
+        single_grads = self.single.grads[step]
+        grads = {rank: self.ranks[rank].grads[step].get(name) for rank in slices}
+        if name not in single_grads and all(x is None for x in grads.values()):
+            return None
+        # No gradient is one of 0.
+        expected = single_grads.get(name, torch.zeros_like(self.single.start[name]))
+        shards: dict[int, Tensor] = {}
+        for rank, x in grads.items():
+            shards[rank] = torch.zeros_like(self.ranks[rank].start[name]) if x is None else x
+        return self._compared(step, name, "gradient", shards, expected, largest_of_all)
+
+    def _given(
+        self, step: int, name: str, slices: Slices, largest_of_all: float
+    ) -> Comparison | None:
+        """Compare the gradients that optimizers were given, on the ranks that gave one."""
+        if step >= len(self.single.given) or name not in self.single.given[step]:
+            return None
+        shards: dict[int, Tensor] = {}
+        for rank in slices:
+            if step < len(self.ranks[rank].given) and name in self.ranks[rank].given[step]:
+                shards[rank] = self.ranks[rank].given[step][name]
+        if not shards:
+            return None
+        expected = self.single.given[step][name]
+        subject = "gradient that the optimizer is given"
+        return self._compared(step, name, subject, shards, expected, largest_of_all)
+
+    def _compared(
+        self,
+        step: int,
+        name: str,
+        subject: str,
+        shards: Mapping[int, Tensor],
+        expected: Tensor,
+        largest_of_all: float,
+    ) -> Comparison:
+        dtype = self.dtypes.of_gradients
+        bound = bound_of(expected, largest_of_all, dtype)
+        rivals = dict(self.single.grads[step])
+        if step > 0 and name in rivals and name in self.single.grads[step - 1]:
+            both = rivals[name] + self.single.grads[step - 1][name]
+            rivals["this step and the one before: set gradients to zero"] = both
+        return Comparison(
+            step,
+            name,
+            subject,
+            _shards(shards, self.layouts[name]),
+            expected,
+            bound,
+            rivals=rivals,
+            tolerance=1e-6 + TOLERANCES[dtype],
+        )
+
+    def _change(self, step: int, name: str, slices: Slices) -> Comparison:
+        """Compare the changes of a parameter since the start."""
+        start = self.single.start[name]
+        expected = self.single.params[step][name] - start
+        changes: dict[int, Tensor] = {}
+        for rank in slices:
+            change = self.ranks[rank].params[step][name] - self.ranks[rank].start[name]
+            is_noise = self._is_noise(step, name, rank)
+            changes[rank] = torch.where(is_noise, slices[rank].of(expected), change)
+        # Relative to the parameter: a small change has the errors of the large parameter.
+        dtype = self.dtypes.of_changes
+        bound = bound_of(self.single.params[step][name], 0.0, dtype)
+        return Comparison(
+            step,
+            name,
+            "change of the parameter",
+            _shards(changes, self.layouts[name]),
+            expected,
+            bound,
+            tolerance=1e-6 + TOLERANCES[dtype],
+        )
+
+    def _is_noise(self, step: int, name: str, rank: int) -> Tensor:
+        """Return where a gradient was zero but for rounding in some step so far.
+
+        Such a gradient, as that of a bias below a softmax, is another small number in each run, of
+        which Adam makes a full step.
+        """
+        each = self.layouts[name][rank]
+        noise = torch.zeros_like(self.ranks[rank].start[name], dtype=torch.bool)
+        for i in range(step + 1):
+            largest_of_all = max(map(largest, self.single.grads[i].values()), default=0.0)
+            actual = self.ranks[rank].grads[i].get(name)
+            expected = self.single.grads[i].get(name)
+            if actual is None or expected is None:
+                continue
+            roundings = bound_of(None, largest_of_all, self.dtypes.of_gradients)
+            expected = each.of(expected)
+            is_small = (actual.abs() <= roundings) & (expected.abs() <= roundings)
+            noise |= is_small & (actual != expected)
+        return noise
+
+    def _scale_of_sum(self, gradient: Comparison) -> float | None:
+        """Return what the gradient is of the sum of those of ranks, if these differ.
+
+        It is one over a number of ranks, as for a mean, or 1; None if it is none.
+        """
+        shards = gradient.shards
+        assert shards is not None and gradient.full is not None
+        if gradient.is_within_bound():
+            return None
+        slices = self.layouts[gradient.leaf]
+        groups: dict[bytes, list[int]] = {}
+        numbers = torch.arange(gradient.full.numel()).reshape(gradient.full.shape)
+        for rank, each in slices.items():
+            groups.setdefault(each.of(numbers).numpy().tobytes(), []).append(rank)
+
+        by_rank = dict(zip(shards.devices, shards.shards, strict=True))
+        is_local = False
+        scales = {1.0 / n for n in (1, *self.counts().values())}
+        for group in groups.values():
+            members = [by_rank[rank] for rank in group]
+            is_local = is_local or not all(torch.equal(members[0], x) for x in members)
+            total = torch.stack(members).sum(0)
+            expected = slices[group[0]].of(gradient.full)
+            bound = max(gradient.bound, 1e-15 * largest(total))
+            scales = {s for s in scales if _is_near(s * total, expected, bound)}
+        if not is_local or not scales:
+            return None
+        return min(scales)
+
+
+def _is_small_multiple(gradient: Comparison) -> bool:
+    """Return True if a gradient as small as rounding is a multiple of that of one process.
+
+    Rounding makes no multiples.
+    """
+    shards = gradient.shards
+    full = gradient.full
+    assert shards is not None and full is not None
+    is_comparable = full.numel() > 1 and bool(full.any()) and gradient.is_within_bound()
+    if not is_comparable or not shards.flattened().any():
+        return False
+    x = shards.flattened()
+    return constant_factor(x, shards.same_elements_of(full), gradient.tolerance) is not None
+
+
+def _is_near(x: Tensor, y: Tensor, bound: float) -> bool:
+    return bool(((x - y).abs() <= bound).all())
+
+
+def _unreduced_text(scale: float, n: int) -> str:
+    """Describe gradients of which a multiple of the sum over ranks is right."""
+    what = "sum" if scale == 1.0 else f"sum times {number_text(scale, 1e-9)}"
+    if scale == 1 / n:
+        what = "mean"
+    return f"differs between ranks, of which the {what} is that of one device: it is not reduced"
+
+
+def _shards(parts: Mapping[int, Tensor], slices: Slices) -> Shards:
     """Return the tensors of some ranks as shards of a full one."""
 
     def cut(full: Tensor) -> list[Tensor]:
@@ -208,16 +376,74 @@ def _shards(parts: Mapping[int, Tensor], slices: Mapping[int, _Slice]) -> Shards
     return Shards(list(parts.values()), list(parts), cut)
 
 
-def _mean_loss(ranks: Sequence[RankRecord], step: int) -> Tensor | None:
-    """Return the mean of the losses, weighted by rows, of processes that have one."""
-    total = 0.0
-    total_rows = 0
-    for rank in ranks:
-        loss = rank.losses[step]
-        if loss is not None:
-            rows = rows_of(rank.batch) or 1
-            total += loss * rows
-            total_rows += rows
-    if not total_rows:
-        return None
-    return torch.tensor(total / total_rows, dtype=torch.float64)
+# -- the loss --------------------------------------------------------------------------------------
+
+
+class _LossRule:
+    """Which number of the losses of ranks is that of one process: the first that agrees in all steps.
+
+    Means, or sums of shares. If none agrees it is the mean by rows.
+    """
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        steps = range(len(run.single.losses))
+        self._losses: list[dict[int, float]] = []
+        for step in steps:
+            losses = {rank: x.losses[step] for rank, x in enumerate(run.ranks)}
+            self._losses.append({rank: x for rank, x in losses.items() if x is not None})
+        self._values = [self._mean_by_rows(step) for step in steps]
+        self._note = ""
+        if self._agrees(self._values):
+            return
+
+        means = [self._mean(step) for step in steps]
+        candidates = {"the mean of the losses of ranks, whatever their rows": means}
+        for name, n in run.counts().items():
+            if "size" in name:
+                shares = [None if x is None else x * n for x in means]
+                candidates[f"each rank returns a share of the loss: 1 / {name}"] = shares
+        for note, values in candidates.items():
+            if self._agrees(values):
+                self._note = note
+                self._values = values
+                return
+
+    def _mean_by_rows(self, step: int) -> float | None:
+        losses = self._losses[step]
+        rows = {rank: rows_at(self._run.ranks[rank], step) for rank in losses}
+        if not sum(rows.values()):
+            return None
+        return sum([losses[rank] * rows[rank] for rank in losses]) / sum(rows.values())
+
+    def _mean(self, step: int) -> float | None:
+        losses = self._losses[step]
+        return sum(losses.values()) / len(losses) if losses else None
+
+    def _agrees(self, values: Sequence[float | None]) -> bool:
+        for step in range(len(values)):
+            for comparison in self._compared(step, values[step]):
+                if not comparison.is_within_bound():
+                    return False
+        return True
+
+    def comparisons(self, step: int) -> Iterator[Comparison]:
+        """Compare the loss of a step, if a run has one."""
+        return self._compared(step, self._values[step])
+
+    def _compared(self, step: int, value: float | None) -> Iterator[Comparison]:
+        single = self._run.single.losses[step]
+        if value is None and single is None:
+            return
+        shards = None if value is None else Shards([_scalar(value)], [0], lambda x: [x])
+        expected = None if single is None else _scalar(single)
+        dtype = self._run.dtypes.of_gradients
+        bound = bound_of(expected, 0.0, dtype)
+        tolerance = 1e-6 + TOLERANCES[dtype]
+        yield Comparison(
+            step, "loss", "loss", shards, expected, bound, note=self._note, tolerance=tolerance
+        )
+
+
+def _scalar(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64)

@@ -12,14 +12,16 @@ or rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-_LOWER = (torch.float32, torch.bfloat16, torch.float16)
+LOWER = (torch.float32, torch.bfloat16, torch.float16)
 """What a program may compute in besides float64."""
 
 _READS_BITS = {Tensor.view}
@@ -33,16 +35,14 @@ class InFloat64(TorchFunctionMode):
     """Gives functions of torch float64 for float32.
 
     Args:
-        in_forward: the lower dtypes that functions of torch have returned.
-        in_backward: those while a backward ran. A program that computes in float64 and has bfloat16
-            in its backward alone sums gradients in it.
+        in_forward: the lower dtypes of activations, which a gradient is taken through.
+        elsewhere: those of other tensors, such as gradients and the state of an optimizer.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.in_forward = set[torch.dtype]()
-        self.in_backward = set[torch.dtype]()
-        self._seen = self.in_forward
+        self.elsewhere = set[torch.dtype]()
 
     def __torch_function__(
         self,
@@ -60,6 +60,7 @@ class InFloat64(TorchFunctionMode):
 
         if func is Tensor.float:
             func = Tensor.double
+        func = _WITHOUT_FLOAT64.get(func, func)
         arguments = [self.argument(x) for x in args]
         named = {name: self.argument(x) for name, x in kwargs.items()}
         return self._result(func(*arguments, **named))
@@ -70,16 +71,17 @@ class InFloat64(TorchFunctionMode):
             return torch.float64
         if isinstance(x, list | tuple):
             for tensor in cast(Sequence[Any], x):
-                _widen(tensor)
+                widen(tensor)
         else:
-            _widen(x)
+            widen(x)
         return x
 
     def _result(self, x: Any) -> Any:
         if isinstance(x, Tensor):
-            _widen(x)
-            if x.dtype in _LOWER:
-                self._seen.add(x.dtype)
+            widen(x)
+            if x.dtype in LOWER:
+                noted = self.in_forward if x.requires_grad else self.elsewhere
+                noted.add(x.dtype)
         return x
 
     def _run_backward(
@@ -96,17 +98,14 @@ class InFloat64(TorchFunctionMode):
             with self:
                 return engine(*arguments, **options)
 
-        outer = self._seen
-        self._seen = self.in_backward
         torch.autograd._engine_run_backward = run
         try:
             return func(*args, **kwargs)
         finally:
             torch.autograd._engine_run_backward = engine
-            self._seen = outer
 
 
-def _widen(x: Any) -> None:
+def widen(x: Any) -> None:
     """Convert a tensor of float32 where it is stored, unless it was computed from others.
 
     Such a tensor is from outside of torch's functions: a file, NumPy, another process.
@@ -114,3 +113,93 @@ def _widen(x: Any) -> None:
     is_own = type(x) in (Tensor, nn.Parameter)
     if is_own and x.dtype is torch.float32 and x.grad_fn is None:
         x.data = x.data.double()
+
+
+def _grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiply groups of rows by a matrix each, or groups of columns, as torch does in float32.
+
+    `offs` are the ends of the groups.
+    """
+    if offs is None:
+        out = a @ b
+    else:
+        starts = [0, *offs.tolist()[:-1]]
+        products: list[Tensor] = []
+        for i, (start, end) in enumerate(zip(starts, offs.tolist(), strict=True)):
+            if a.ndim == 2 and b.ndim == 2:
+                products.append(a[:, start:end] @ b[start:end])
+            elif a.ndim == 2:
+                products.append(a[start:end] @ b[i])
+            else:
+                products.append(a[i] @ b[:, start:end])
+        if a.ndim == 2 and b.ndim == 2:
+            out = torch.stack(products)
+        elif a.ndim == 2:
+            # Rows after the last group belong to none.
+            out = torch.cat([*products, a.new_zeros(len(a) - starts[-1] - len(products[-1]), b.shape[-1])])
+        else:
+            out = torch.cat(products, -1)
+    if bias is not None:
+        out = out + bias
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+_WITHOUT_FLOAT64: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.grouped_mm: _grouped_mm,
+    torch._grouped_mm: _grouped_mm,
+}
+"""Functions that torch has in lower dtypes only, with others that compute the same."""
+
+
+# -- what is sent ----------------------------------------------------------------------------------
+
+_COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "allgather",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "gather",
+    "alltoall",
+    "alltoall_base",
+    "send",
+)
+"""The methods of process groups by which functions of torch.distributed send tensors."""
+
+
+@contextmanager
+def noted_sends(dtypes: set[torch.dtype]) -> Generator[None]:
+    """Note the lower dtypes of tensors that this process sends in the block.
+
+    DistributedDataParallel's own reductions are not seen: they have the dtype of parameters.
+    """
+    group = cast("Any", dist.ProcessGroup)
+    originals = {name: getattr(group, name) for name in _COLLECTIVES if hasattr(group, name)}
+    for name, original in originals.items():
+        setattr(group, name, _noting(original, dtypes))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(group, name, original)
+
+
+def _noting(original: Callable[..., Any], dtypes: set[torch.dtype]) -> Callable[..., Any]:
+    def send(*args: Any, **kwargs: Any) -> Any:
+        for x in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and x.dtype in LOWER:
+                dtypes.add(x.dtype)
+        return original(*args, **kwargs)
+
+    return send

@@ -1,0 +1,163 @@
+"""The batch of the run in one process, made of those of the processes.
+
+    equal along model, other rows along data       the rows of all, in the order of ranks
+    other columns along context                    the same, by splits={"context": 1}
+    the program's own batch in one process has     that one: the program knows how it is split
+    the elements of all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.layout import PyTree, flatten
+from fshard.testing.programs.record import RankRecord
+
+Axes = Mapping[str, int]
+Coordinates = tuple[int, ...]
+Leaves = Sequence[Any]
+
+
+def coordinates_of(axes: Axes) -> list[Coordinates]:
+    """Return the coordinates of the ranks."""
+    return list(product(*[range(size) for size in axes.values()]))
+
+
+def equal_axes(ranks: Sequence[RankRecord], axes: Axes) -> list[str]:
+    """Return the axes along which the batches of processes are equal, in all steps."""
+    leaves_by_rank = [flatten(list(rank.batches))[0] for rank in ranks]
+    groups = dict(zip(coordinates_of(axes), leaves_by_rank, strict=True))
+    equal: list[str] = []
+    for number, (name, size) in enumerate(axes.items()):
+        is_equal = True
+        for coordinates, leaves in groups.items():
+            first = groups[coordinates[:number] + (0,) + coordinates[number + 1 :]]
+            is_equal = is_equal and are_equal(first, leaves)
+        if is_equal and size > 1:
+            equal.append(name)
+    return equal
+
+
+def joined_batches(
+    ranks: Sequence[RankRecord],
+    axes: Axes,
+    splits: Mapping[str, int] | None = None,
+    alone: Sequence[Leaves] | None = None,
+) -> list[Leaves]:
+    """Return the leaves of the batch of all processes, for each step or for all steps.
+
+    Args:
+        ranks: the runs in processes.
+        axes: of the mesh.
+        splits: the dim that is split along an axis; 0 for others.
+        alone: the batches that the program makes in one process. They are taken if they have the
+            same elements.
+    """
+    equal = equal_axes(ranks, axes)
+    lone_axes: dict[str, int] = {}
+    members: dict[Coordinates, RankRecord] = {}
+    for name, size in axes.items():
+        lone_axes[name] = 1 if name in equal else size
+    for coordinates, rank in zip(coordinates_of(axes), ranks, strict=True):
+        is_member = all(i < n for i, n in zip(coordinates, lone_axes.values(), strict=True))
+        if is_member:
+            members[coordinates] = rank
+
+    batches: list[Leaves] = []
+    for step in range(len(ranks[0].batches)):
+        groups = {key: flatten(rank.batch(step))[0] for key, rank in members.items()}
+        own = alone[step] if alone is not None and step < len(alone) else None
+        if own is not None and _has_all_elements(own, list(groups.values())):
+            batches.append(own)
+        else:
+            batches.append(_joined(groups, lone_axes, splits or {}))
+    return batches
+
+
+def _joined(
+    groups: Mapping[Coordinates, Leaves], axes: Axes, splits: Mapping[str, int]
+) -> Leaves:
+    """Join batches axis by axis, the last one first: coordinates lose their last one, until one is left."""
+    for name in reversed(axes):
+        lines: dict[Coordinates, list[Leaves]] = {}
+        for coordinates, leaves in groups.items():
+            lines.setdefault(coordinates[:-1], []).append(leaves)
+        groups = {key: _concatenated(line, name, splits.get(name, 0)) for key, line in lines.items()}
+    return groups[()]
+
+
+def are_equal(leaves: Leaves, others: Leaves) -> bool:
+    """Return True if two batches have equal leaves."""
+    if len(leaves) != len(others):
+        return False
+    for x, y in zip(leaves, others, strict=True):
+        are_tensors = isinstance(x, Tensor) and isinstance(y, Tensor)
+        if not (torch.equal(x, y) if are_tensors else bool(x == y)):
+            return False
+    return True
+
+
+def _has_all_elements(own: Leaves, batches: Sequence[Leaves]) -> bool:
+    """Return True if a batch has the elements of several others, in any order.
+
+    A leaf that all of them share, such as a mask, may be there once.
+    """
+    if any(len(leaves) != len(own) for leaves in batches):
+        return False
+    for x, column in zip(own, zip(*batches, strict=True), strict=True):
+        if not isinstance(x, Tensor):
+            continue
+        is_shared = all(are_equal([x], [y]) for y in column)
+        if not is_shared and not _is_rearranged(x, column):
+            return False
+    return True
+
+
+def _is_rearranged(full: Tensor, parts: Sequence[Any]) -> bool:
+    if not all(isinstance(x, Tensor) and x.dtype == full.dtype for x in parts):
+        return False
+    if sum([x.numel() for x in parts]) != full.numel():
+        return False
+    elements = torch.cat([x.flatten() for x in parts])
+    return torch.equal(elements.sort().values, full.flatten().sort().values)
+
+
+def _concatenated(line: Sequence[Leaves], axis: str, dim: int) -> list[Any]:
+    """Concatenate several batches along a dim, leaf by leaf."""
+    if len(line) == 1:
+        return list(line[0])
+    joined: list[Any] = []
+    errors: list[str] = []
+    for column in zip(*line, strict=True):
+        first = column[0]
+        if not isinstance(first, Tensor) or first.ndim <= dim:
+            if not all(are_equal([first], [x]) for x in column):
+                errors.append(" and ".join([str(x) for x in column]))
+            joined.append(first)
+            continue
+        shapes = {tuple(x.shape[:dim] + x.shape[dim + 1 :]) for x in column}
+        if len(shapes) > 1:
+            errors.append(" and ".join([str(list(x.shape)) for x in column]))
+        else:
+            joined.append(torch.cat(column, dim))
+    if errors:
+        what = "rows" if dim == 0 else f"dim {dim}"
+        raise ValueError(
+            f"certify_program: along {axis} the batches of processes must differ in {what} only; got "
+            f"{'; '.join(errors)}. Give numbers that differ as tensors of one number for each row; if "
+            f'another dim is split along {axis}, say so: splits={{"{axis}": 1}}, --split {axis}=1.'
+        )
+    return joined
+
+
+def rows_at(rank: RankRecord, step: int) -> int:
+    """Return the rows of a process's batch: of its first tensor that has a dim; 1 if none has."""
+    for x in flatten(rank.batch(step))[0]:
+        if isinstance(x, Tensor) and x.ndim > 0:
+            return len(x)
+    return 1
