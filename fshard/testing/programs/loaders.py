@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.layout import PyTree, flatten, unflatten
-from fshard.testing.programs.compare import Axes, joined_batch
+from fshard.testing.programs.batches import Axes, joined_batches
 from fshard.testing.programs.record import RankRecord
 
 Key = tuple[bool, int, int]
@@ -212,59 +212,69 @@ def _like(template: Any, batch: PyTree) -> Any:
 # -- in the parent ---------------------------------------------------------------------------------
 
 
-def joined(ranks: Sequence[Batches], axes: Axes, *, in_turn: bool = False) -> Batches:
-    """Return what the one process reads.
+class Joining(NamedTuple):
+    """How the batches of processes become those of one.
 
     Args:
-        ranks: what each process read.
         axes: of the mesh.
+        splits: the dim of batches that is split along an axis, if it is not the rows.
         in_turn: the batches of the processes one after another, for a script that takes more
             microbatches in fewer processes.
     """
-    loaders: dict[Key, list[PyTree]] = {}
-    for key, batches in ranks[0].loaders.items():
-        have_all = all(key in rank.loaders for rank in ranks)
-        if have_all:
-            loaders[key] = _joined([rank.loaders[key] for rank in ranks], axes, in_turn)
-        elif key[0] is TRAINS:
-            # Process 0 reads a batch for each process, and sends them.
-            n = len(ranks)
-            groups = [batches[i : i + n] for i in range(0, len(batches), n)]
-            loaders[key] = [_in_one(group) for group in groups if len(group) == n]
-    inputs = _joined([rank.inputs for rank in ranks], axes, in_turn)
-    return Batches(loaders, ranks[0].lengths, inputs)
+
+    axes: Axes
+    splits: Mapping[str, int]
+    in_turn: bool = False
+
+    def joined(self, ranks: Sequence[Batches]) -> Batches:
+        """Return what the one process reads."""
+        loaders: dict[Key, list[PyTree]] = {}
+        for key, batches in ranks[0].loaders.items():
+            have_all = all(key in rank.loaders for rank in ranks)
+            if have_all:
+                loaders[key] = self._joined([rank.loaders[key] for rank in ranks])
+            elif key[0] is TRAINS:
+                # Process 0 reads a batch for each process, and sends them.
+                n = len(ranks)
+                groups = [batches[i : i + n] for i in range(0, len(batches), n)]
+                loaders[key] = [_in_one(group) for group in groups if len(group) == n]
+        inputs = self._joined([rank.inputs for rank in ranks])
+        return Batches(loaders, ranks[0].lengths, inputs)
+
+    def _joined(self, ranks: Sequence[Sequence[PyTree]]) -> list[PyTree]:
+        """Return the batches of all processes: joined, or those of one after another."""
+        number = min(len(batches) for batches in ranks)
+        if not number:
+            return []
+        lists = [list(batches[:number]) for batches in ranks]
+        if self.in_turn:
+            return _in_turn(lists)
+
+        leaves_of_ranks = [flatten(batches)[0] for batches in lists]
+        _, structure = flatten(lists[0])
+        columns = [*zip(*leaves_of_ranks, strict=True)]
+        rows: set[int] = set()
+        for column in columns:
+            if not _are_equal(column):
+                rows.update([len(x) for x in column if _has_rows(x)])
+        kept: dict[int, Any] = {}
+        for position, column in enumerate(columns):
+            # A mask that all rows share is no rows, and a text is nothing to compute with.
+            is_shared = not _has_rows(column[0]) or len(column[0]) not in rows
+            is_text = isinstance(column[0], str)
+            if is_text or (is_shared and _are_equal(column)):
+                kept[position] = column[0]
+
+        records: list[RankRecord] = []
+        for leaves in leaves_of_ranks:
+            records.append(_record([x for i, x in enumerate(leaves) if i not in kept]))
+        (leaves_of_all,) = joined_batches(records, self.axes, self.splits)
+        joined = iter(leaves_of_all)
+        leaves = [kept[i] if i in kept else next(joined) for i in range(len(columns))]
+        return cast(list[PyTree], unflatten(structure, leaves))
 
 
-def _joined(ranks: Sequence[Sequence[PyTree]], axes: Axes, in_turn: bool) -> list[PyTree]:
-    """Return the batches of all processes: joined, or those of one after another."""
-    number = min(len(batches) for batches in ranks)
-    if not number:
-        return []
-    lists = [list(batches[:number]) for batches in ranks]
-    if in_turn:
-        return _in_turn(lists, axes)
-
-    leaves_of_ranks = [flatten(batches)[0] for batches in lists]
-    _, structure = flatten(lists[0])
-    columns = [*zip(*leaves_of_ranks, strict=True)]
-    rows = {len(x) for column in columns if not _are_equal(column) for x in column if _has_rows(x)}
-    kept: dict[int, Any] = {}
-    for position, column in enumerate(columns):
-        # A mask that all rows share is no rows.
-        if _are_equal(column) and not (_has_rows(column[0]) and len(column[0]) in rows):
-            kept[position] = column[0]
-    records = [
-        _record([x for position, x in enumerate(leaves) if position not in kept])
-        for leaves in leaves_of_ranks
-    ]
-    leaves_of_all = iter(cast(list[Any], joined_batch(records, axes)))
-    leaves: list[Any] = []
-    for position in range(len(columns)):
-        leaves.append(kept[position] if position in kept else next(leaves_of_all))
-    return cast(list[PyTree], unflatten(structure, leaves))
-
-
-def _in_turn(lists: Sequence[Sequence[PyTree]], axes: Axes) -> list[PyTree]:
+def _in_turn(lists: Sequence[Sequence[PyTree]]) -> list[PyTree]:
     """Return the batches of one process after another; of those whose batches are equal, of one."""
     different: list[Sequence[PyTree]] = []
     for batches in lists:
@@ -282,11 +292,14 @@ def _are_equal_lists(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
 
 
 def _in_one(batches: Sequence[PyTree]) -> PyTree:
-    return joined_batch([_record(batch) for batch in batches], {"ranks": len(batches)})
+    """Return several batches as one."""
+    records = [_record(flatten(batch)[0]) for batch in batches]
+    (leaves,) = joined_batches(records, {"ranks": len(batches)})
+    return unflatten(flatten(batches[0])[1], list(leaves))
 
 
-def _record(batch: PyTree) -> RankRecord:
-    return RankRecord(batch=batch, losses=[], start={}, grads=[], params=[])
+def _record(leaves: Sequence[Any]) -> RankRecord:
+    return RankRecord(batches=[leaves], losses=[], start={}, grads=[], params=[])
 
 
 def _has_rows(x: Any) -> bool:

@@ -26,7 +26,8 @@ Program = Callable[
 ]
 Tensors = dict[str, Tensor]
 _WRAPPERS = re.compile(
-    r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)"
+    r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
+    r"|_forward_module|_original_module)(?=\.)"
 )
 
 
@@ -322,7 +323,7 @@ def named_parameters(model: Any) -> list[tuple[str, Tensor]]:
         named: Iterable[tuple[str, Tensor]] = model.named_parameters(remove_duplicate=False)
     else:
         named = dict(model).items()
-    return [(_without_wrappers(name), x) for name, x in named if isinstance(x, Tensor)]
+    return [(without_wrappers(name), x) for name, x in named if isinstance(x, Tensor)]
 
 
 def tied_names(model: Any) -> dict[str, str]:
@@ -342,7 +343,7 @@ def full_tensors(model: Any, *, gradients: bool = False) -> Tensors:
     A DTensor is gathered by all its processes, and so are the parameters of
     FullyShardedDataParallel.
     """
-    with _unsharded(model, gradients=gradients):
+    with unsharded(model, gradients=gradients):
         tensors: Tensors = {}
         for name, x in named_parameters(model):
             if not gradients:
@@ -379,7 +380,7 @@ def gathered(tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Ten
 
 
 @contextmanager
-def _unsharded(model: Any, *, gradients: bool) -> Generator[None]:
+def unsharded(model: Any, *, gradients: bool) -> Generator[None]:
     """Gather the parameters of FullyShardedDataParallel in the block, if the model has such units."""
     if not _has_flat_parameters(model):
         yield
@@ -404,10 +405,10 @@ def _has_flat_parameters(model: Any) -> bool:
     return any(isinstance(x, module.FullyShardedDataParallel) for x in model.modules())
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
     """Return the name that a parameter has in the model itself.
 
-    >>> _without_wrappers("module.layers._orig_mod.0.weight")
+    >>> without_wrappers("module.layers._orig_mod.0.weight")
     'layers.0.weight'
     """
     return _WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip(".")

@@ -23,9 +23,12 @@ from torch import Tensor
 from fshard.errors import PromiseError
 from fshard.launching.pool import Processes
 from fshard.testing.certificate import Certificate, CertificateRow
-from fshard.testing.programs.compare import Axes, judge_ranks
-from fshard.testing.programs.loaders import Batches, EndOfInputs, Reader, joined
-from fshard.testing.programs.record import RankRecord
+from fshard.testing.programs.batches import Axes
+from fshard.testing.programs.compare import judge_ranks, mesh_text, notes_on
+from fshard.testing.programs.layouts import Parts
+from fshard.testing.programs.loaders import Batches, EndOfInputs, Joining, Reader
+from fshard.testing.programs.precision import noted_sends
+from fshard.testing.programs.record import RankRecord, Tensors
 from fshard.testing.programs.substitutions import (
     OnCpu,
     Place,
@@ -35,6 +38,7 @@ from fshard.testing.programs.substitutions import (
     table,
 )
 from fshard.testing.programs.watch import Finished, Start, Watcher
+from fshard.testing.verdicts import float64_by_default
 
 UNSEEN = (
     "The script ran on CPUs over gloo, in float64, without autocast, dropout and torch.compile, "
@@ -54,6 +58,11 @@ class Script(NamedTuple):
     directory: str
     steps: int
 
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return Path(self.path).name
+
 
 class ScriptRecord(NamedTuple):
     """What a script did in one process.
@@ -61,18 +70,16 @@ class ScriptRecord(NamedTuple):
     Args:
         rank: its training.
         batches: what it read.
-        others: frozen parameters and buffers at the start.
+        buffers: at the start.
         rates: learning rates of each step.
         counts: the batches that were read before each step.
-        kept_gradients: those that were not zero when a step began.
     """
 
     rank: RankRecord
     batches: Batches
-    others: dict[str, Tensor]
+    buffers: Tensors
     rates: list[list[float]]
     counts: list[int]
-    kept_gradients: list[str]
 
 
 class ScriptError(RuntimeError):
@@ -104,8 +111,11 @@ def _run(
     reader = Reader(replayed)
     watcher = Watcher(script.steps, mode, reader, start)
     rows = [*table(place), *_of_watcher(watcher, reader)]
+    sent_in = set[torch.dtype]()
     seed(seed_value)
     with ExitStack() as stack:
+        stack.enter_context(float64_by_default())
+        stack.enter_context(noted_sends(sent_in))
         output = stack.enter_context(_kept_output())
         stack.enter_context(_as_main(script))
         stack.enter_context(substituted(rows))
@@ -123,21 +133,8 @@ def _run(
             raise _error(script, place, error, output) from None
         _wait_for_others(place)
 
-    record = RankRecord(
-        batch=reader.read.of_training(),
-        losses=watcher.losses[: len(watcher.params)],
-        start=watcher.start,
-        grads=watcher.grads[: len(watcher.params)],
-        params=watcher.params,
-    )
-    return ScriptRecord(
-        record,
-        reader.read,
-        watcher.others,
-        watcher.rates,
-        watcher.counts,
-        watcher.kept_gradients,
-    )
+    record = watcher.record()._replace(sent_in=frozenset(sent_in))
+    return ScriptRecord(record, reader.read, watcher.buffers, watcher.rates, watcher.counts)
 
 
 def _of_watcher(watcher: Watcher, reader: Reader) -> list[Substitution]:
@@ -207,7 +204,7 @@ def _error(script: Script, place: Place, error: BaseException, output: Path) -> 
     _flush()
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == script.path]
-    where = f"{Path(script.path).name}:{lines[-1]}" if lines else Path(script.path).name
+    where = f"{script.name}:{lines[-1]}" if lines else script.name
     process = "the one process" if place.is_alone else f"rank {place.rank} of {place.size}"
     text = str(error).strip().partition("\n")[0]
     failure = ScriptError(f"{where} raised in {process}: {type(error).__name__}: {text}")
@@ -237,59 +234,110 @@ def certify_script(
     *,
     steps: int = 2,
     alone: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    splits: Mapping[str, int] | None = None,
+    parts: Parts | None = None,
     timeout: float = 180.0,
 ) -> Certificate:
-    """Run a training script as torchrun does, on CPUs, and in one process, and compare the runs."""
+    """Run a training script in gloo processes, as torchrun does, and in one, and compare the runs.
+
+    The script is not edited. Its batches are those of its DataLoader, or the arguments of its model
+    and loss; its steps those of optimizers of torch.
+
+    Args:
+        path: of the script.
+        meshes: axes and sizes, such as {"data": 2, "model": 2}; one or several.
+        args: of the script.
+        steps: after so many steps of the first optimizer the script ends.
+        alone: the arguments in one process, where they are others, as `--tp 1`.
+        dtype: see `certify_program`, as for `splits` and `parts`.
+        splits: the dim of batches that is split along an axis.
+        parts: the rows of each part of a parameter.
+        timeout: seconds that the processes of a mesh may take.
+
+    While it runs, GPUs are the CPU and NCCL is gloo, float32 is float64, dropout is off, autocast
+    and torch.compile do nothing, and loaders have no processes.
+
+        print(fs.testing.certify_script("train.py", {"data": 2}, ["--layers", "2"]))
+    """
     meshes = [meshes] if isinstance(meshes, Mapping) else list(meshes)
     file = Path(path).resolve()
     if not meshes or steps < 1 or not file.is_file():
         raise ValueError(
-            f"certify_script: a file, a mesh and steps >= 1 are needed; got {path}, {meshes}, {steps=}."
+            f"certify_script: a file, a mesh and steps >= 1 are needed; got {path}, {meshes}, "
+            f"{steps=}."
         )
     script = Script(str(file), tuple(args), str(Path.cwd()), steps)
-    script_alone = script._replace(arguments=tuple(args if alone is None else alone))
+    script_alone = script if alone is None else script._replace(arguments=tuple(alone))
     rows: list[CertificateRow] = []
+    notes: list[str] = []
     for axes in meshes:
-        rows += _certified(script, script_alone, axes, timeout)
-    return Certificate(tuple(rows), steps, f"{file.name}: processes against one", UNSEEN, "mesh")
+        runs = _Runs(script, script_alone, Joining(axes, splits or {}), timeout)
+        found = runs.verdict(dtype, parts)
+        rows += found.rows
+        prefix = f"{mesh_text(axes)}: " if len(meshes) > 1 else ""
+        notes += [prefix + note for note in found.notes]
+    title = f"{file.name}: processes against one process"
+    return Certificate(tuple(rows), steps, title, UNSEEN, "mesh", tuple(notes))
 
 
-def _certified(
-    script: Script, script_alone: Script, axes: Axes, timeout: float
-) -> list[CertificateRow]:
-    """Run a script in the processes of a mesh and in one, and judge it."""
-    name = Path(script.path).name
-    mesh = ", ".join([f"{axis}={size}" for axis, size in axes.items()])
-    with Processes(prod(axes.values()), timeout=timeout) as pool:
-        ranks = _outcomes(pool, name, run_in_processes, script)
-    numbers = [len(each.rank.params) for each in ranks]
-    if not any(numbers):
-        raise PromiseError(
-            f"certify: {name} must step an optimizer of torch.optim; got no step. Give its model, "
-            "loss, batch and step to the other form, fshard certify FILE:NAME."
-        )
-    if len(set(numbers)) > 1:
-        return [_row(mesh, "steps", f"the ranks have made {numbers} steps of optimizers")]
-
-    start = _start_of(ranks, axes)
-    batches = [each.batches for each in ranks]
-    runs = _alone(script_alone, name, joined(batches, axes), start, timeout)
-    if _takes_more(runs[0], ranks[0]):
-        in_turn = joined(batches, axes, in_turn=True)
-        runs = _alone(script_alone, name, in_turn, start, timeout)
-    single, repeated = runs
-    _validate(name, single, repeated, ranks)
-
-    different = _rows_of_starts(mesh, ranks, single)
-    if different:
-        return different
-    number = min(numbers[0], len(single.rank.params))
-    records = [_first_steps(each.rank, number) for each in ranks]
-    rows = judge_ranks(axes, records, _first_steps(single.rank, number), torch.float64)
-    return rows + _rows_of_kept_gradients(mesh, ranks[0])
+class _Verdict(NamedTuple):
+    rows: list[CertificateRow]
+    notes: list[str]
 
 
-def _outcomes(pool: Processes, name: str, fn: Any, *args: Any) -> list[ScriptRecord]:
+class _Runs(NamedTuple):
+    """The runs of a script on one mesh."""
+
+    script: Script
+    script_alone: Script
+    joining: Joining
+    timeout: float
+
+    def verdict(self, dtype: torch.dtype | None, parts: Parts | None) -> _Verdict:
+        """Run a script in the processes of a mesh and in one, and judge it."""
+        axes = self.joining.axes
+        mesh = mesh_text(axes)
+        with Processes(prod(axes.values()), timeout=self.timeout) as pool:
+            ranks = _outcomes(pool, run_in_processes, self.script)
+        numbers = [len(each.rank.params) for each in ranks]
+        if not any(numbers):
+            raise PromiseError(
+                f"certify: {self.script.name} must step an optimizer of torch.optim; got no step. "
+                "Give its model, loss, batch and step to the other form, fshard certify FILE:NAME."
+            )
+        if len(set(numbers)) > 1:
+            text = f"the ranks have made {numbers} steps of optimizers"
+            return _Verdict([_row(mesh, "steps", text)], [])
+
+        start = _start_of(ranks, axes)
+        single, repeated = self._alone(ranks, start, self.joining)
+        if _takes_more(single, ranks[0]):
+            in_turn = self.joining._replace(in_turn=True)
+            single, repeated = self._alone(ranks, start, in_turn)
+        _validate(self.script.name, single, repeated, ranks)
+
+        different = _rows_of_starts(mesh, ranks, single)
+        if different:
+            return _Verdict(different, [])
+        number = min(numbers[0], len(single.rank.params))
+        records = [_first_steps(each.rank, number) for each in ranks]
+        record = _first_steps(single.rank, number)
+        rows = judge_ranks(axes, records, record, dtype, parts)
+        rows += _rows_of_kept_gradients(mesh, record)
+        return _Verdict(rows, notes_on(axes, records, record, dtype))
+
+    def _alone(
+        self, ranks: Sequence[ScriptRecord], start: Start, joining: Joining
+    ) -> tuple[ScriptRecord, ScriptRecord]:
+        """Run the script in one process; twice beside each other, with other seeds."""
+        replayed = joining.joined([each.batches for each in ranks])
+        with Processes(2, timeout=self.timeout) as pool:
+            first, second = _outcomes(pool, run_alone, self.script_alone, replayed, start)
+        return first, second
+
+
+def _outcomes(pool: Processes, fn: Any, *args: Any) -> list[ScriptRecord]:
     """Run in the processes of a pool; raise the error of the script as one line."""
     try:
         return pool.run_last(fn, *args)
@@ -298,15 +346,6 @@ def _outcomes(pool: Processes, name: str, fn: Any, *args: Any) -> list[ScriptRec
         for note in error.__notes__[:1]:
             failure.add_note(note)
         raise failure from None
-
-
-def _alone(
-    script: Script, name: str, replayed: Batches, start: Start, timeout: float
-) -> tuple[ScriptRecord, ScriptRecord]:
-    """Run a script in one process; twice beside each other, with other seeds."""
-    with Processes(2, timeout=timeout) as pool:
-        first, second = _outcomes(pool, name, run_alone, script, replayed, start)
-    return first, second
 
 
 def _start_of(ranks: Sequence[ScriptRecord], axes: Axes) -> Start:
@@ -322,11 +361,10 @@ def _start_of(ranks: Sequence[ScriptRecord], axes: Axes) -> Start:
         if have_all and any(not _is_same(values[0], x) for x in values):
             params[name] += full_candidates(values, axes)
 
-    others: dict[str, list[Tensor]] = {}
     for each in ranks:
-        for name, x in each.others.items():
-            others.setdefault(name, [x])
-    return Start(params, others, ranks[0].rates)
+        for name, x in each.buffers.items():
+            params.setdefault(name, [x])
+    return Start(params, ranks[0].rates)
 
 
 def full_candidates(parts: Sequence[Tensor], axes: Axes) -> list[Tensor]:
@@ -361,6 +399,8 @@ def _first_steps(record: RankRecord, number: int) -> RankRecord:
         losses=record.losses[:number],
         grads=record.grads[:number],
         params=record.params[:number],
+        given=record.given[:number],
+        batches=record.batches[:number],
     )
 
 
@@ -404,12 +444,14 @@ def _rows_of_starts(
     return rows
 
 
-def _rows_of_kept_gradients(mesh: str, rank: ScriptRecord) -> list[CertificateRow]:
-    names = list(dict.fromkeys(rank.kept_gradients))
-    if not names:
-        return []
-    text = (
-        f"a step begins with the gradient of the last one, of {names[0]} and {len(names) - 1} "
-        "others: call zero_grad()"
-    )
-    return [_row(mesh, "gradients", text)]
+def _rows_of_kept_gradients(mesh: str, single: RankRecord) -> list[CertificateRow]:
+    """Return a row if a step begins with the gradients of the one before, in all runs."""
+    for step, names in enumerate(single.kept):
+        if names:
+            name = next(name for name in single.start if name in names)
+            text = (
+                f"step {step}: the gradient of {name} was not 0 when the step began, in the one "
+                "process too: call zero_grad() in each step"
+            )
+            return [_row(mesh, "gradients", text)._replace(step=step)]
+    return []

@@ -427,6 +427,11 @@ def table(place: Place) -> list[Substitution]:
             "the module is on the CPU",
         ),
         Substitution(
+            "torch.nn.parallel:DistributedDataParallel._check_comm_hook",
+            _always(None),
+            "it refuses bf16_compress_hook without NCCL",
+        ),
+        Substitution(
             "torch.distributed.fsdp:FullyShardedDataParallel.__init__",
             _with(device_id=_nothing),
             "the module is on the CPU",

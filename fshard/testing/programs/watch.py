@@ -1,8 +1,8 @@
 """`Watcher`: what a script trains, seen from torch's own hooks.
 
     forward of an outermost module     its parameters have their names, and start values
-    backward                           a part of the loss of the next step
-    before optimizer.step()            gradients
+    backward                           a part of the loss of the next step; gradients
+    before optimizer.step()            the gradients that it is given
     after optimizer.step()             parameters
 
 Steps inside of a step, as those of ZeroRedundancyOptimizer, are part of the outer one.
@@ -23,9 +23,18 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from fshard.mesh.layout import flatten, unflatten
+from fshard.mesh.layout import PyTree, flatten, unflatten
 from fshard.testing.programs.loaders import Reader
-from fshard.testing.programs.record import Tensors, full_tensors
+from fshard.testing.programs.precision import widen
+from fshard.testing.programs.record import (
+    RankRecord,
+    Tensors,
+    Uses,
+    named_parameters,
+    tied_names,
+    unsharded,
+    without_wrappers,
+)
 from fshard.testing.programs.substitutions import OnCpu
 
 
@@ -37,14 +46,20 @@ class Start(NamedTuple):
     """What the one process begins with, and the learning rates that it takes.
 
     Args:
-        params: values of trained parameters by name: the one is taken that has the right shape.
-        others: values of frozen parameters and buffers.
+        values: of parameters and buffers by name: the one is taken that has the right shape.
         rates: the learning rates of each step.
     """
 
-    params: Mapping[str, Sequence[Tensor]]
-    others: Mapping[str, Sequence[Tensor]]
+    values: Mapping[str, Sequence[Tensor]]
     rates: list[list[float]]
+
+
+class Root(NamedTuple):
+    """An outermost module that a script has called, and what its names begin with."""
+
+    prefix: str
+    module: nn.Module
+    uses: Uses
 
 
 class Watcher:
@@ -58,25 +73,33 @@ class Watcher:
     """
 
     def __init__(self, steps: int, mode: OnCpu, reader: Reader, start: Start | None) -> None:
-        self.losses: list[float | None] = []
-        self.grads: list[Tensors] = []
-        self.params: list[Tensors] = []
         self.start: Tensors = {}
-        self.others: Tensors = {}
+        self.buffers: Tensors = {}
         self.rates: list[list[float]] = []
         self.counts: list[int] = []
-        self.kept_gradients: list[str] = []
+        self._losses: list[float | None] = []
+        self._grads: list[Tensors] = []
+        self._given: list[Tensors] = []
+        self._params: list[Tensors] = []
+        self._kept: list[frozenset[str]] = []
+        self._backwards: list[int] = []
+        self._batches: list[PyTree] = []
 
         self._steps = steps
+        self._mode = mode
         self._reader = reader
-        self._given = start
-        self._depth = 0
-        self._in_step = 0
-        self._roots: list[tuple[str, nn.Module]] = []
+        self._start_of_all = start
+        self._roots: list[Root] = []
         self._optimizers: list[Optimizer] = []
+        self._depth = 0
+        self._depth_of_step = 0
         self._first_steps = 0
+        # Of the step that is not there yet.
         self._loss: float | None = None
-        self._is_first_backward = True
+        self._backward = 0
+        self._taken: dict[int, Tensor] = {}
+        self._kept_now: frozenset[str] = frozenset()
+
         mode.before_backward = self._before_backward
         mode.after_backward = self._after_backward
         mode.before_function = self._before_function
@@ -87,6 +110,38 @@ class Watcher:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+
+    def record(self) -> RankRecord:
+        """Return the training so far."""
+        number = len(self._params)
+        frozen: set[str] = set()
+        tied: dict[str, str] = {}
+        order: list[str] = []
+        dtypes: set[torch.dtype] = set()
+        for prefix, module, uses in self._roots:
+            named = named_parameters(module)
+            frozen.update([prefix + name for name, x in named if not x.requires_grad])
+            for name, first in tied_names(module).items():
+                tied[prefix + name] = prefix + first
+            order += [prefix + name for name in uses.names()]
+            dtypes.update([x.dtype for _, x in named])
+        # What is float32 was never used: all else is float64.
+        low_dtypes = dtypes & {torch.bfloat16, torch.float16}
+        return RankRecord(
+            batches=self._batches[:number],
+            losses=self._losses[:number],
+            start=self.start,
+            grads=self._grads[:number],
+            params=self._params,
+            given=self._given[:number],
+            kept=self._kept[:number],
+            frozen=frozenset(frozen),
+            tied=tied,
+            order=order,
+            backwards=self._backwards[:number],
+            computed_in=frozenset(self._mode.in_forward | low_dtypes),
+            rounded_in=frozenset(self._mode.elsewhere),
+        )
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -109,24 +164,21 @@ class Watcher:
 
     def _see(self, module: nn.Module) -> None:
         """Note an outermost module that has parameters, with the values that they begin with."""
-        has_parameters = any(p.requires_grad for p in module.parameters())
-        if not has_parameters or any(module is root for _, root in self._roots):
+        known = {id(p) for root in self._roots for p in root.module.parameters()}
+        is_new = any(p.requires_grad and id(p) not in known for p in module.parameters())
+        if not is_new or any(root.module is module for root in self._roots):
             return
-        known = self._ids()
-        if all(id(p) in known for p in module.parameters()):
-            return  # an inner module of one that was seen
-
-        params = full_tensors(module)
-        others = _others(module)
-        prefix = self._prefix(module, [*params, *others])
-        self._roots.append((prefix, module))
-        if self._given is not None:
-            _copy_in(module, prefix, self._given)
-            params = full_tensors(module)
-        for name, x in params.items():
-            self.start[prefix + name] = x
-        for name, x in others.items():
-            self.others[prefix + name] = x
+        for x in (*module.parameters(), *module.buffers()):
+            widen(x)
+        values = full_values(module)
+        buffers = _buffers(module)
+        prefix = self._prefix(module, [*values])
+        if self._start_of_all is not None:
+            _copy_in(module, prefix, self._start_of_all)
+            values = full_values(module)
+        self._roots.append(Root(prefix, module, Uses(module)))
+        self.start.update({prefix + name: x for name, x in values.items()})
+        self.buffers.update({prefix + name: x for name, x in buffers.items()})
 
     def _prefix(self, module: nn.Module, names: Sequence[str]) -> str:
         """Return what tells the parameters of a module from those of another one."""
@@ -135,16 +187,13 @@ class Watcher:
         inner: Any = module
         while isinstance(getattr(inner, "module", None), nn.Module):
             inner = inner.module
-        name = type(inner).__name__.removeprefix("FSDP")
-        prefix = f"{name}."
+        kind = type(inner).__name__.removeprefix("FSDP")
+        prefix = f"{kind}."
         number = 1
-        while any(prefix + each in self.start for each in names):
+        while any(prefix + name in self.start for name in names):
             number += 1
-            prefix = f"{name} {number}."
+            prefix = f"{kind} {number}."
         return prefix
-
-    def _ids(self) -> set[int]:
-        return {id(p) for _, root in self._roots for p in root.parameters()}
 
     def _inputs(self, given: Any) -> Any:
         leaves, structure = flatten(given)
@@ -159,13 +208,23 @@ class Watcher:
     def _before_function(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Replace data that a script itself takes together with the output of a model."""
-        if self._depth or self._in_step or not torch.is_grad_enabled():
+        """Note the uses of parameters in the forward of a module.
+
+        Outside of it, replace the data that a script takes together with the output of a model.
+        """
+        if not torch.is_grad_enabled() or self._depth_of_step or not self._roots:
             return args, kwargs
-        if not self._roots or self._reader.has_loader():
+        if getattr(func, "__name__", "") == "__get__":
             return args, kwargs
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         with torch._C.DisableTorchFunction():
+            if self._depth:
+                if not self._params:
+                    for root in self._roots:
+                        root.uses.see([*args, *kwargs.values()])
+                return args, kwargs
+            if self._reader.has_loader():
+                return args, kwargs
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             has_output = any(x.requires_grad and x.grad_fn is not None for x in tensors)
             if len(tensors) < 2 or not has_output:
                 return args, kwargs
@@ -183,17 +242,24 @@ class Watcher:
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 full = loss.full_tensor() if isinstance(loss, DTensor) else loss
                 self._loss = (self._loss or 0.0) + float(full.detach())
-            if self._is_first_backward and len(self._optimizers) < 2:
-                self._is_first_backward = False
-                self.kept_gradients += self._nonzero_gradients()
+            # Of several optimizers each zeroes its own, some time before its backward.
+            if not self._backward and len(self._optimizers) < 2:
+                self._kept_now = frozenset(self._nonzero_gradients())
+            self._backward += 1
 
     def _after_backward(self) -> None:
         self._depth -= 1
+        with torch._C.DisableTorchFunction():
+            self._taken = {}
+            for root in self._roots:
+                for p in root.module.parameters():
+                    if p.grad is not None:
+                        self._taken[id(p)] = p.grad.detach().clone()
 
     def _nonzero_gradients(self) -> list[str]:
         names: list[str] = []
-        for prefix, root in self._roots:
-            for name, param in root.named_parameters():
+        for prefix, module, _ in self._roots:
+            for name, param in named_parameters(module):
                 grad = param.grad
                 local = grad.to_local() if isinstance(grad, DTensor) else grad
                 if local is not None and bool(local.any()):
@@ -203,8 +269,8 @@ class Watcher:
     # -- steps -------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._in_step += 1
-        if self._in_step > 1:
+        self._depth_of_step += 1
+        if self._depth_of_step > 1:
             return
         if all(optimizer is not each for each in self._optimizers):
             self._optimizers.append(optimizer)
@@ -214,21 +280,26 @@ class Watcher:
 
         with torch._C.DisableTorchFunction():
             self._set_rates(optimizer)
-            self.losses.append(self._loss)
-            self._loss = None
-            self._is_first_backward = True
-            self.counts.append(self._reader.count())
-            self.grads.append(self._gradients_of(optimizer))
+            self._note_reading()
+            grads, given = self._gradients_of(optimizer)
+            self._grads.append(grads)
+            self._given.append(given)
+        self._losses.append(self._loss)
+        self._backwards.append(self._backward)
+        self._kept.append(self._kept_now)
+        self._loss = None
+        self._backward = 0
+        self._kept_now = frozenset()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._in_step -= 1
-        if self._in_step:
+        self._depth_of_step -= 1
+        if self._depth_of_step:
             return
         with torch._C.DisableTorchFunction():
             params = dict(self.start)
-            for prefix, root in self._roots:
-                params.update({prefix + name: x for name, x in full_tensors(root).items()})
-            self.params.append({name: params[name] for name in self.start})
+            for prefix, module, _ in self._roots:
+                params.update({prefix + name: x for name, x in full_values(module).items()})
+            self._params.append({name: params[name] for name in self.start})
 
         if optimizer is not self._optimizers[0]:
             return
@@ -241,51 +312,83 @@ class Watcher:
     def _set_rates(self, optimizer: Optimizer) -> None:
         """Take the learning rates of the processes: they may depend on the number of these."""
         step = len(self.rates)
-        if self._given is not None and step < len(self._given.rates):
-            for group, rate in zip(optimizer.param_groups, self._given.rates[step], strict=False):
+        if self._start_of_all is not None and step < len(self._start_of_all.rates):
+            rates = self._start_of_all.rates[step]
+            for group, rate in zip(optimizer.param_groups, rates, strict=False):
                 group["lr"] = rate
         self.rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
 
-    def _gradients_of(self, optimizer: Optimizer) -> Tensors:
-        """Return the gradients of the parameters that an optimizer updates."""
+    def _note_reading(self) -> None:
+        """Note the batches that were read since the last step."""
+        read = self._reader.read.of_training()
+        before = self.counts[-1] if self.counts else 0
+        self.counts.append(len(read))
+        batch: PyTree = read[before:]
+        if not batch and self._batches:
+            batch = self._batches[-1]  # that of another optimizer
+        self._batches.append(flatten(batch)[0])
+
+    def _gradients_of(self, optimizer: Optimizer) -> tuple[Tensors, Tensors]:
+        """Return the gradients of what an optimizer updates: after the backward, and now."""
         updated: set[int] = set()
         for group in optimizer.param_groups:
             updated.update(map(id, group["params"]))
         grads: Tensors = {}
-        for prefix, root in self._roots:
-            own = any(id(p) in updated for p in root.parameters())
-            if own:
-                full = full_tensors(root, gradients=True)
-                grads.update({prefix + name: x for name, x in full.items()})
-        return grads
+        given: Tensors = {}
+        for prefix, module, _ in self._roots:
+            if not any(id(p) in updated for p in module.parameters()):
+                continue
+            for name, x in full_gradients(module, self._taken).items():
+                grads[prefix + name] = x
+            for name, x in full_gradients(module, None).items():
+                given[prefix + name] = x
+        return grads, given
 
 
-# -- values that a run begins with -----------------------------------------------------------------
+# -- full values -----------------------------------------------------------------------------------
+#
+# Only the processes that have a module take part: others, as those of another stage, are elsewhere.
 
 
-def _others(module: nn.Module) -> Tensors:
-    """Return frozen parameters and buffers."""
-    tensors: Tensors = {}
-    for name, x in (*module.named_parameters(), *module.named_buffers()):
-        if not x.requires_grad and not x.is_meta:
-            full = x.full_tensor() if isinstance(x, DTensor) else x
-            tensors[without_wrappers(name)] = full.detach().clone()
-    return tensors
+def full_values(module: nn.Module) -> Tensors:
+    """Return copies of the parameters of a module."""
+    with unsharded(module, gradients=False):
+        return {name: _full(x) for name, x in named_parameters(module)}
+
+
+def full_gradients(module: nn.Module, taken: Mapping[int, Tensor] | None) -> Tensors:
+    """Return copies of the gradients of a module: those taken before, or those that are there now.
+
+    A DTensor without a gradient is 0 here, since another process may have one.
+    """
+    grads: Tensors = {}
+    with unsharded(module, gradients=True):
+        for name, x in named_parameters(module):
+            grad = x.grad
+            if taken is not None and id(x) in taken:
+                grad = taken[id(x)]
+            if grad is None and isinstance(x, DTensor) and x.requires_grad:
+                grad = torch.zeros_like(x)
+            if grad is not None:
+                grads[name] = _full(grad)
+    return grads
+
+
+def _full(x: Tensor) -> Tensor:
+    full = x.full_tensor() if isinstance(x, DTensor) else x
+    return full.detach().clone()
+
+
+def _buffers(module: nn.Module) -> Tensors:
+    return {without_wrappers(name): _full(x) for name, x in module.named_buffers()}
 
 
 def _copy_in(module: nn.Module, prefix: str, start: Start) -> None:
     """Begin with the values of the processes."""
-    values = {**start.others, **start.params}
-    for name, x in (*module.named_parameters(), *module.named_buffers()):
-        local = x.to_local() if isinstance(x, DTensor) else x
-        for value in values.get(prefix + without_wrappers(name), ()):
-            if value.shape == local.shape:
-                with torch.no_grad():
+    buffers = [(without_wrappers(name), x) for name, x in module.named_buffers()]
+    with torch.no_grad():
+        for name, x in (*named_parameters(module), *buffers):
+            local = x.to_local() if isinstance(x, DTensor) else x
+            for value in start.values.get(prefix + name, ()):
+                if value.shape == local.shape:
                     local.copy_(value)
-
-
-def without_wrappers(name: str) -> str:
-    """Return the name that a parameter has in the model itself."""
-    from fshard.testing.programs import record
-
-    return record._without_wrappers(name)
