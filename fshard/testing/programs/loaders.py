@@ -218,13 +218,13 @@ class Joining(NamedTuple):
     Args:
         axes: of the mesh.
         splits: the dim of batches that is split along an axis, if it is not the rows.
-        in_turn: the batches of the processes one after another, for a script that takes more
-            microbatches in fewer processes.
+        turn: the number of batches in a microbatch, to give the microbatches of the processes one
+            after another, to a script that takes more of them in fewer processes. 0 joins them.
     """
 
     axes: Axes
     splits: Mapping[str, int]
-    in_turn: bool = False
+    turn: int = 0
 
     def joined(self, ranks: Sequence[Batches]) -> Batches:
         """Return what the one process reads."""
@@ -247,8 +247,8 @@ class Joining(NamedTuple):
         if not number:
             return []
         lists = [list(batches[:number]) for batches in ranks]
-        if self.in_turn:
-            return _in_turn(lists)
+        if self.turn:
+            return _in_turn(lists, self.turn)
 
         leaves_of_ranks = [flatten(batches)[0] for batches in lists]
         _, structure = flatten(lists[0])
@@ -274,16 +274,17 @@ class Joining(NamedTuple):
         return cast(list[PyTree], unflatten(structure, leaves))
 
 
-def _in_turn(lists: Sequence[Sequence[PyTree]]) -> list[PyTree]:
-    """Return the batches of one process after another; of those whose batches are equal, of one."""
+def _in_turn(lists: Sequence[Sequence[PyTree]], size: int) -> list[PyTree]:
+    """Return a microbatch of each process in turn; of those whose batches are equal, of one."""
     different: list[Sequence[PyTree]] = []
     for batches in lists:
         leaves = flatten(batches)[0]
         if not any(_are_equal_lists(leaves, flatten(others)[0]) for others in different):
             different.append(batches)
     turns: list[PyTree] = []
-    for turn in zip(*different, strict=True):
-        turns += turn
+    for begin in range(0, len(lists[0]), size):
+        for batches in different:
+            turns += batches[begin : begin + size]
     return turns
 
 

@@ -313,8 +313,9 @@ class _Runs(NamedTuple):
         start = _start_of(ranks, axes)
         single, repeated = self._alone(ranks, start, self.joining)
         if _takes_more(single, ranks[0]):
-            in_turn = self.joining._replace(in_turn=True)
-            single, repeated = self._alone(ranks, start, in_turn)
+            backwards = max(1, ranks[0].rank.backwards[0])
+            turn = max(1, ranks[0].counts[0] // backwards)
+            single, repeated = self._alone(ranks, start, self.joining._replace(turn=turn))
         _validate(self.script.name, single, repeated, ranks)
 
         different = _rows_of_starts(mesh, ranks, single)
@@ -325,7 +326,7 @@ class _Runs(NamedTuple):
         record = _first_steps(single.rank, number)
         rows = judge_ranks(axes, records, record, dtype, parts)
         rows += _rows_of_kept_gradients(mesh, record)
-        return _Verdict(rows, notes_on(axes, records, record, dtype))
+        return _Verdict(rows, notes_on(axes, records, record))
 
     def _alone(
         self, ranks: Sequence[ScriptRecord], start: Start, joining: Joining
@@ -446,7 +447,7 @@ def _rows_of_starts(
 
 def _rows_of_kept_gradients(mesh: str, single: RankRecord) -> list[CertificateRow]:
     """Return a row if a step begins with the gradients of the one before, in all runs."""
-    for step, names in enumerate(single.kept):
+    for step, names in enumerate(getattr(single, 'kept', ())):
         if names:
             name = next(name for name in single.start if name in names)
             text = (

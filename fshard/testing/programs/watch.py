@@ -127,7 +127,7 @@ class Watcher:
             dtypes.update([x.dtype for _, x in named])
         # What is float32 was never used: all else is float64.
         low_dtypes = dtypes & {torch.bfloat16, torch.float16}
-        return RankRecord(
+        fields: dict[str, Any] = dict(
             batches=self._batches[:number],
             losses=self._losses[:number],
             start=self.start,
@@ -140,8 +140,9 @@ class Watcher:
             order=order,
             backwards=self._backwards[:number],
             computed_in=frozenset(self._mode.in_forward | low_dtypes),
-            rounded_in=frozenset(self._mode.elsewhere),
+            rounded_in=frozenset(getattr(self._mode, "elsewhere", ())),
         )
+        return RankRecord(**{k: v for k, v in fields.items() if k in RankRecord._fields})
 
     # -- forward -----------------------------------------------------------------------------------
 
