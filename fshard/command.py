@@ -22,6 +22,7 @@ from fshard.testing.programs import command as certify
 USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard doctor [--processes N] [--device cpu|cuda] [--json]
        fshard certify FILE:NAME --mesh data=4 [--mesh data=2,model=2] [--steps N] [--json OUT]
+       fshard certify --run FILE --mesh data=4 [--steps N] [--alone ARGUMENTS] [-- ARGUMENTS]
        fshard plan CONFIG --devices N --gpu NAME --global-batch N [--sequence N] [-o FILE]
        fshard explore PLAN -o PAGE
        fshard calibrate [--processes N] [-o FILE]
@@ -34,7 +35,8 @@ USAGE = """usage: fshard run [options] [-m] FILE ...
 run      start a file in several processes: fshard run train.py (options: fshard run --help);
          with --elastic the others go on when one dies
 doctor   show versions, devices and the speed between processes, and check every collective
-certify  compare a program of torch.distributed in processes with one process, gradient by gradient
+certify  compare a program of torch.distributed in processes with one process, gradient by gradient;
+         with --run a script as torchrun runs it, without an edit
 plan     rank meshes and options of training a model of Hugging Face, by its config.json
 explore  write the step of a plan, which fshard plan -o has written, as one HTML file
 calibrate    measure this machine, and write its numbers into a file, for fs.plan
