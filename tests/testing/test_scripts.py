@@ -35,7 +35,7 @@ WRONG = {
     "accelerated --bug unwrapped": NOT_REDUCED,
     "trainer --bug": "the gradient first differs at",
     "fabric sync": NOT_REDUCED,
-    "get_batch accumulation": "the gradient",
+    "get_batch sync": "the gradient",
     "two_optimizers --kept": "call zero_grad() in each step",
 }
 

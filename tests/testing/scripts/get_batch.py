@@ -29,8 +29,7 @@ if ddp:
     master_process = ddp_rank == 0
     seed_offset = ddp_rank
     assert gradient_accumulation_steps % ddp_world_size == 0
-    if bug != "accumulation":
-        gradient_accumulation_steps //= ddp_world_size
+    gradient_accumulation_steps //= ddp_world_size
 torch.manual_seed(1337 + seed_offset)
 torch.backends.cuda.matmul.allow_tf32 = True
 device_type = "cuda" if "cuda" in device else "cpu"
@@ -84,7 +83,8 @@ for iter_num in range(max_iters):
     if iter_num % eval_interval == 0 and master_process:
         print(f"step {iter_num}: val loss {estimate_loss():.4f}")
     for micro_step in range(gradient_accumulation_steps):
-        model.require_backward_grad_sync = micro_step == gradient_accumulation_steps - 1
+        last_step = 0 if bug == "sync" else gradient_accumulation_steps - 1
+        model.require_backward_grad_sync = micro_step == last_step
         with ctx:
             logits, loss = model(X, Y)
             loss = loss / gradient_accumulation_steps
