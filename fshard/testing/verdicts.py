@@ -62,6 +62,9 @@ class Shards(NamedTuple):
             self.flattened()[position].item(), self.same_elements_of(full)[position].item()
         )
 
+        if full.ndim == 0:
+            return f"is {actual} instead of {expected}"
+
         numbers = torch.arange(full.numel(), device=full.device).reshape(full.shape)
         number = self.same_elements_of(numbers)[position]
         index = [int(i) for i in torch.unravel_index(number, full.shape)]
@@ -98,11 +101,12 @@ def number_text(x: float, tolerance: float) -> str:
     >>> number_text(1 / 3, 1e-6), number_text(0.49999999999, 1e-6)
     ('0.333333 (1/3)', '0.5')
     """
+    digits = 6 if tolerance < 1e-4 else 4
     fraction = Fraction(x).limit_denominator(64)
-    is_fraction = abs(float(fraction) - x) <= tolerance * abs(x)
+    is_fraction = abs(float(fraction) - x) <= min(tolerance, 1e-6) * abs(x)
     if not is_fraction:
-        return f"{x:.6g}"
-    text = f"{float(fraction):.6g}"
+        return f"{x:.{digits}g}"
+    text = f"{float(fraction):.{digits}g}"
     return text if Fraction(text) == fraction else f"{text} ({fraction})"
 
 

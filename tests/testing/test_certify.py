@@ -545,8 +545,9 @@ def test_certify_finds_mistakes_in_every_leaf_on_any_mesh(data, stage, opt):
     assert divergent_leaves(rows) == ["bias", "down", "up"]
     if power is not None:
         factor = prod(sizes[axis] for axis in axes) ** power
-        reason = f"step 0: the gradient is {factor:.4g} times that of one device"
-        assert {row.reason for row in rows} == {reason}
+        reason = f"step 0: the gradient is {factor:.4g}"
+        assert all(row.reason.startswith(reason) for row in rows)
+        assert all("times that of one device" in row.reason for row in rows)
 
 
 def certified_on_processes():

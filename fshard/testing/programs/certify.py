@@ -104,7 +104,7 @@ def certify_program(
         for axes in meshes:
             ranks, single = _runs(pools, program, axes, steps, splits or {})
             rows += judge_ranks(axes, ranks, single, dtype, parts)
-            for note in notes_on(axes, ranks, single):
+            for note in notes_on(axes, ranks, single, dtype):
                 prefix = f"{mesh_text(axes)}: " if len(meshes) > 1 else ""
                 notes.append(prefix + note)
     title = "processes against one process"

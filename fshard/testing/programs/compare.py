@@ -47,7 +47,12 @@ def judge_ranks(
     return [*run.dtypes.rows(mesh), *rows]
 
 
-def notes_on(axes: Axes, ranks: Sequence[RankRecord], single: RankRecord) -> list[str]:
+def notes_on(
+    axes: Axes,
+    ranks: Sequence[RankRecord],
+    single: RankRecord,
+    dtype: torch.dtype | None = None,
+) -> list[str]:
     """Return what a reader of the verdict must know besides."""
     notes: list[str] = []
     for name in equal_axes(ranks, axes):
@@ -58,9 +63,10 @@ def notes_on(axes: Axes, ranks: Sequence[RankRecord], single: RankRecord) -> lis
             )
         else:
             notes.append(f"Batches are equal along {name}, so its ranks count as replicas.")
-    lower = sorted({str(dtype) for dtype in _Dtypes(ranks, None).all_seen} - {"torch.float64"})
+    dtypes = _Dtypes(ranks, dtype)
+    lower = [str(dtype) for dtype in dtypes.seen if dtype not in dtypes.undeclared]
     if lower:
-        notes.append(f"Bounds are those of {', '.join(lower)}, which the program computes in.")
+        notes.append(f"Bounds are those of {', '.join(sorted(lower))}, in which it computes or sends.")
     if all(loss is None for loss in single.losses):
         notes.append("The program returns no loss, so gradients and parameters alone are compared.")
     return notes
@@ -87,15 +93,29 @@ def _layouts(
     for name in _in_backward_order(ordered, single.order):
         layouts[name] = slices_of(name, axes, ranks, single, parts)
         if not layouts[name]:
-            different.append(name)
+            different.append(f"{name} ({_start_text(name, ranks, single)})")
     if different:
         raise PromiseError(
             f"certify_program: on mesh {mesh_text(axes)} parameters must begin as in one process; got "
-            f"other values, names or parts of {', '.join(different)}. Seed all ranks alike. Shards "
-            "must have the same elements together; declare the parts of those that begin equal, "
-            'such as biases of 0: parts={"*.qkv.bias": (q, k, v)}.'
+            f"{', '.join(different)}. Seed all ranks alike. Shards must have each element; declare the "
+            'parts of those that begin equal, such as biases of 0: parts={"*.qkv.bias": (q, k, v)}.'
         )
     return layouts
+
+
+def _start_text(name: str, ranks: Sequence[RankRecord], single: RankRecord) -> str:
+    """Describe how a parameter begins otherwise than in one process."""
+    full = single.start.get(name)
+    if full is None:
+        return "in no model of one process"
+    starts = {rank: record.start[name] for rank, record in enumerate(ranks) if name in record.start}
+    if not starts:
+        return "on no rank"
+    others = [str(rank) for rank, x in starts.items() if not torch.equal(x, full)]
+    if all(x.shape == full.shape for x in starts.values()):
+        return f"other values on rank {', '.join(others)}"
+    shapes = {str(list(x.shape)) for x in starts.values()}
+    return f"shards of {' and '.join(sorted(shapes))} that are not all of {list(full.shape)}"
 
 
 def _is_second_name(name: str, ranks: Sequence[RankRecord], single: RankRecord) -> bool:
@@ -133,7 +153,7 @@ class _Dtypes:
         for dtype in sent:
             if TOLERANCES[dtype] > TOLERANCES[_lowest(allowed)]:
                 self.undeclared.append(dtype)
-        self.all_seen = computed | sent | rounded
+        self.seen = computed | sent | rounded
         self.of_gradients = _lowest(allowed | sent)
         # An update may compute in a dtype of its own, as Muon does.
         self.of_changes = _lowest(allowed | sent | rounded)
@@ -193,20 +213,17 @@ class _Run(NamedTuple):
         change = self._change(step, name, slices)
         gradient = self._gradient(step, name, slices, largest_of_all)
         given = self._given(step, name, slices, largest_of_all)
-        is_updated_right = change.is_within_bound()
 
         is_exact = self.dtypes.of_gradients == torch.float64
         if gradient is not None and is_exact and _is_small_multiple(gradient):
             gradient = gradient._replace(bound=0.0)
-        if gradient is not None:
-            scale = self._scale_of_sum(gradient)
-            is_reduced_later = scale is not None and is_updated_right
-            if is_reduced_later and (given is None or given.is_within_bound()):
-                note = "gradients are reduced after loss(); the parameters agree"
-                gradient = gradient._replace(shards=None, full=None, note=note)
-                given = None
-            elif scale is not None:
-                gradient = gradient._replace(cause=_unreduced_text(scale, len(slices)))
+        if gradient is not None and not gradient.is_within_bound():
+            is_given_right = given is not None and self._is_given_everywhere(step, name, slices)
+            is_given_right = is_given_right and given.is_within_bound()
+            if is_given_right and change.is_within_bound():
+                gradient = gradient._replace(shards=None, full=None, note=_DIVIDED_LATER)
+            elif self._is_local(gradient):
+                gradient, given = self._judged_as_local(gradient, given, change)
         for comparison in (gradient, given, change):
             if comparison is not None:
                 yield comparison
@@ -224,7 +241,17 @@ class _Run(NamedTuple):
         shards: dict[int, Tensor] = {}
         for rank, x in grads.items():
             shards[rank] = torch.zeros_like(self.ranks[rank].start[name]) if x is None else x
-        return self._compared(step, name, "gradient", shards, expected, largest_of_all)
+        comparison = self._compared(step, name, "gradient", shards, expected, largest_of_all)
+        return comparison._replace(hint=self._kept_text(step, name, slices))
+
+    def _kept_text(self, step: int, name: str, slices: Slices) -> str:
+        """Describe ranks whose gradient was not 0 when a step began, as that of one process was."""
+        if _has_kept(self.single, step, name):
+            return ""
+        ranks = [str(rank) for rank in slices if _has_kept(self.ranks[rank], step, name)]
+        if not ranks:
+            return ""
+        return f"; it was not 0 when the step began on rank {', '.join(ranks)}"
 
     def _given(
         self, step: int, name: str, slices: Slices, largest_of_all: float
@@ -310,34 +337,107 @@ class _Run(NamedTuple):
             noise |= is_small & (actual != expected)
         return noise
 
+    def _is_given_everywhere(self, step: int, name: str, slices: Slices) -> bool:
+        """Return True if an optimizer of torch is given the gradient on each rank."""
+        return all(
+            step < len(self.ranks[rank].given) and name in self.ranks[rank].given[step]
+            for rank in slices
+        )
+
+    def _judged_as_local(
+        self, gradient: Comparison, given: Comparison | None, change: Comparison
+    ) -> tuple[Comparison, Comparison | None]:
+        """Say what is wrong with gradients of which ranks have their own: that they are not reduced.
+
+        Unless `step()` reduces them, or parameters: then what comes of it is judged.
+        """
+        scale = self._scale_of_sum(gradient)
+        if scale is None:
+            return gradient, given
+        cause = self._unreduced_text(scale, gradient)
+        is_given_local = given is None or self._is_local(given)
+        if change.is_within_bound():
+            given = None if is_given_local else given
+            return gradient._replace(shards=None, full=None, note=_REDUCED_LATER), given
+
+        has_sends = any(
+            gradient.step < len(rank.sends_in_step) and rank.sends_in_step[gradient.step]
+            for rank in self.ranks
+        )
+        if not has_sends and is_given_local:
+            return gradient._replace(cause=cause), given
+        if given is not None and is_given_local:
+            scale_of_given = self._scale_of_sum(given)
+            if scale_of_given is not None:
+                given = given._replace(cause=self._unreduced_text(scale_of_given, given))
+        return gradient._replace(shards=None, full=None, note=_REDUCED_LATER), given
+
+    def _groups(self, comparison: Comparison) -> list[tuple[int, list[Tensor]]]:
+        """Return the shards of ranks that have the same elements, with the first rank of each."""
+        assert comparison.shards is not None and comparison.full is not None
+        by_rank = dict(zip(comparison.shards.devices, comparison.shards.shards, strict=True))
+        numbers = torch.arange(comparison.full.numel()).reshape(comparison.full.shape)
+        groups: dict[bytes, tuple[int, list[Tensor]]] = {}
+        for rank, x in by_rank.items():
+            elements = self.layouts[comparison.leaf][rank].of(numbers).numpy().tobytes()
+            _, members = groups.setdefault(elements, (rank, []))
+            members.append(x)
+        return list(groups.values())
+
+    def _is_local(self, comparison: Comparison) -> bool:
+        """Return True if ranks that have the same elements have other values, beyond rounding."""
+        if comparison.is_within_bound():
+            return False
+        for _, members in self._groups(comparison):
+            if not all(_is_near(members[0], x, comparison.bound) for x in members):
+                return True
+        return False
+
     def _scale_of_sum(self, gradient: Comparison) -> float | None:
-        """Return what the gradient is of the sum of those of ranks, if these differ.
+        """Return what the gradient of one process is of the sum of those of ranks.
 
         It is one over a number of ranks, as for a mean, or 1; None if it is none.
         """
-        shards = gradient.shards
-        assert shards is not None and gradient.full is not None
-        if gradient.is_within_bound():
-            return None
-        slices = self.layouts[gradient.leaf]
-        groups: dict[bytes, list[int]] = {}
-        numbers = torch.arange(gradient.full.numel()).reshape(gradient.full.shape)
-        for rank, each in slices.items():
-            groups.setdefault(each.of(numbers).numpy().tobytes(), []).append(rank)
-
-        by_rank = dict(zip(shards.devices, shards.shards, strict=True))
-        is_local = False
+        assert gradient.full is not None
         scales = {1.0 / n for n in (1, *self.counts().values())}
-        for group in groups.values():
-            members = [by_rank[rank] for rank in group]
-            is_local = is_local or not all(torch.equal(members[0], x) for x in members)
+        for rank, members in self._groups(gradient):
             total = torch.stack(members).sum(0)
-            expected = slices[group[0]].of(gradient.full)
-            bound = max(gradient.bound, 1e-15 * largest(total))
-            scales = {s for s in scales if _is_near(s * total, expected, bound)}
-        if not is_local or not scales:
-            return None
-        return min(scales)
+            expected = self.layouts[gradient.leaf][rank].of(gradient.full)
+            scales = {s for s in scales if _is_near(s * total, expected, gradient.bound)}
+        return min(scales, default=None)
+
+
+    def _unreduced_text(self, scale: float, gradient: Comparison) -> str:
+        """Describe gradients of which a multiple of the sum over ranks is right."""
+        what = "sum" if scale == 1.0 else f"sum times {number_text(scale, 1e-9)}"
+        if any(scale == 1 / len(members) for _, members in self._groups(gradient)):
+            what = "mean"
+        axes = " and ".join(self._axes_of_differences(gradient))
+        return (
+            f"differs along {axes}, where the {what} over ranks is that of one process: it is not "
+            "reduced"
+        )
+
+    def _axes_of_differences(self, comparison: Comparison) -> list[str]:
+        """Return the axes along which ranks that have the same elements have other values."""
+        assert comparison.shards is not None
+        by_rank = dict(zip(comparison.shards.devices, comparison.shards.shards, strict=True))
+        slices = self.layouts[comparison.leaf]
+        coordinates = coordinates_of(self.axes)
+        names: list[str] = []
+        for number, name in enumerate(self.axes):
+            for rank, other in combinations(by_rank, 2):
+                steps = [i != j for i, j in zip(coordinates[rank], coordinates[other], strict=True)]
+                is_along = [i for i, is_step in enumerate(steps) if is_step] == [number]
+                is_same_slice = is_along and slices[rank].is_equal(slices[other])
+                if is_same_slice and not _is_near(by_rank[rank], by_rank[other], comparison.bound):
+                    names.append(name)
+                    break
+        return names
+
+
+_DIVIDED_LATER = "step() changes gradients; what the optimizer is given agrees"
+_REDUCED_LATER = "gradients are reduced in step(); what comes of them is compared"
 
 
 def _is_small_multiple(gradient: Comparison) -> bool:
@@ -355,16 +455,12 @@ def _is_small_multiple(gradient: Comparison) -> bool:
     return constant_factor(x, shards.same_elements_of(full), gradient.tolerance) is not None
 
 
+def _has_kept(record: RankRecord, step: int, name: str) -> bool:
+    return step < len(record.kept) and name in record.kept[step]
+
+
 def _is_near(x: Tensor, y: Tensor, bound: float) -> bool:
     return bool(((x - y).abs() <= bound).all())
-
-
-def _unreduced_text(scale: float, n: int) -> str:
-    """Describe gradients of which a multiple of the sum over ranks is right."""
-    what = "sum" if scale == 1.0 else f"sum times {number_text(scale, 1e-9)}"
-    if scale == 1 / n:
-        what = "mean"
-    return f"differs between ranks, of which the {what} is that of one device: it is not reduced"
 
 
 def _shards(parts: Mapping[int, Tensor], slices: Slices) -> Shards:
@@ -380,7 +476,7 @@ def _shards(parts: Mapping[int, Tensor], slices: Slices) -> Shards:
 
 
 class _LossRule:
-    """Which number of the losses of ranks is that of one process: the first that agrees in all steps.
+    """Which number of the losses of ranks is that of one process: the first that agrees in the first step.
 
     Means, or sums of shares. If none agrees it is the mean by rows.
     """
@@ -388,6 +484,7 @@ class _LossRule:
     def __init__(self, run: _Run) -> None:
         self._run = run
         steps = range(len(run.single.losses))
+        # By the first step: later ones differ if a gradient is wrong.
         self._losses: list[dict[int, float]] = []
         for step in steps:
             losses = {rank: x.losses[step] for rank, x in enumerate(run.ranks)}
@@ -421,11 +518,7 @@ class _LossRule:
         return sum(losses.values()) / len(losses) if losses else None
 
     def _agrees(self, values: Sequence[float | None]) -> bool:
-        for step in range(len(values)):
-            for comparison in self._compared(step, values[step]):
-                if not comparison.is_within_bound():
-                    return False
-        return True
+        return all(comparison.is_within_bound() for comparison in self._compared(0, values[0]))
 
     def comparisons(self, step: int) -> Iterator[Comparison]:
         """Compare the loss of a step, if a run has one."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.rounding import widest
 from fshard.testing.programs.batches import Axes, coordinates_of
 from fshard.testing.programs.record import RankRecord
 
@@ -34,6 +35,15 @@ class Slice(NamedTuple):
         for dim, index in self.indices:
             full = full.index_select(dim, index)
         return full
+
+    def is_equal(self, other: Slice) -> bool:
+        """Return True if both are made by the same indices."""
+        if len(self.indices) != len(other.indices):
+            return False
+        for (dim, index), (other_dim, other_index) in zip(self.indices, other.indices, strict=True):
+            if dim != other_dim or not torch.equal(index, other_index):
+                return False
+        return True
 
 
 Slices = Mapping[int, Slice]
@@ -175,4 +185,4 @@ def _matched(full: Tensor, shard: Tensor, dim: int) -> Tensor | None:
 
 
 def _bytes_of(x: Tensor) -> bytes:
-    return x.contiguous().view(torch.uint8).numpy().tobytes() if x.ndim else str(x.item()).encode()
+    return widest(x).contiguous().numpy().tobytes()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -60,6 +61,8 @@ class InFloat64(TorchFunctionMode):
 
         if func is Tensor.float:
             func = Tensor.double
+        if _is_drawing(func):
+            return _drawn(func, args, kwargs)
         func = _WITHOUT_FLOAT64.get(func, func)
         arguments = [self.argument(x) for x in args]
         named = {name: self.argument(x) for name, x in kwargs.items()}
@@ -115,6 +118,46 @@ def widen(x: Any) -> None:
         x.data = x.data.double()
 
 
+# -- random numbers --------------------------------------------------------------------------------
+
+_DRAWS = {torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal}
+_DRAWS_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.exponential_}
+
+
+def _is_drawing(func: Callable[..., Any]) -> bool:
+    is_initializer = getattr(func, "__module__", "") == "torch.nn.init"
+    return is_initializer or func in _DRAWS or func in _DRAWS_IN_PLACE
+
+
+def _drawn(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Draw in float32 and convert: in float64 a program would draw other numbers than outside."""
+    if func in _DRAWS:
+        dtype = kwargs.get("dtype")
+        is_like = func in (torch.rand_like, torch.randn_like)
+        if dtype is None and is_like:
+            dtype = args[0].dtype
+        is_float32 = func is not torch.normal and dtype in (None, torch.float32, torch.float64)
+        x = func(*args, **{**kwargs, "dtype": torch.float32}) if is_float32 else func(*args, **kwargs)
+        widen(x)
+        return x
+
+    x = args[0] if args else kwargs["tensor"]
+    if type(x) not in (Tensor, nn.Parameter) or x.dtype not in (torch.float32, torch.float64):
+        return func(*args, **kwargs)
+    narrow = torch.empty_like(x, dtype=torch.float32, requires_grad=False)
+    if args:
+        func(narrow, *args[1:], **kwargs)
+    else:
+        func(**{**kwargs, "tensor": narrow})
+    with torch.no_grad():
+        widen(x)
+        x.copy_(narrow)
+    return x
+
+
+# -- functions that torch has in lower dtypes only -------------------------------------------------
+
+
 def _grouped_mm(
     a: Tensor,
     b: Tensor,
@@ -151,9 +194,39 @@ def _grouped_mm(
     return out if out_dtype is None else out.to(out_dtype)
 
 
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Multiply gradients in place, and note numbers that are not finite, as GradScaler does."""
+    for grad in grads:
+        if not grad.isfinite().all():
+            found_inf.fill_(1.0)
+        grad.mul_(inverse_scale)
+
+
+def _update_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth: float,
+    backoff: float,
+    interval: int,
+) -> Tensor:
+    """Change the scale of GradScaler in place: less after a number that is not finite."""
+    if found_inf.item():
+        scale.mul_(backoff)
+        growth_tracker.zero_()
+        return scale
+    growth_tracker.add_(1)
+    if growth_tracker.item() == interval:
+        scale.mul_(growth)
+        growth_tracker.zero_()
+    return scale
+
+
 _WITHOUT_FLOAT64: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.grouped_mm: _grouped_mm,
     torch._grouped_mm: _grouped_mm,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    torch._amp_update_scale_: _update_scale,
 }
 """Functions that torch has in lower dtypes only, with others that compute the same."""
 
@@ -165,29 +238,42 @@ _COLLECTIVES = (
     "allreduce_coalesced",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
     "_reduce_scatter_base",
     "reduce_scatter_tensor_coalesced",
     "allgather",
+    "all_gather_single",
+    "all_gather_single_coalesced",
     "_allgather_base",
     "allgather_into_tensor_coalesced",
     "gather",
     "alltoall",
+    "all_to_all_single",
     "alltoall_base",
     "send",
 )
 """The methods of process groups by which functions of torch.distributed send tensors."""
 
 
+@dataclass
+class Sends:
+    """The number of collectives that a process has called, and the lower dtypes of their tensors."""
+
+    number: int = 0
+    dtypes: set[torch.dtype] = field(default_factory=set[torch.dtype])
+
+
 @contextmanager
-def noted_sends(dtypes: set[torch.dtype]) -> Generator[None]:
-    """Note the lower dtypes of tensors that this process sends in the block.
+def noted_sends(sends: Sends) -> Generator[None]:
+    """Note the tensors that this process sends in the block.
 
     DistributedDataParallel's own reductions are not seen: they have the dtype of parameters.
     """
     group = cast("Any", dist.ProcessGroup)
     originals = {name: getattr(group, name) for name in _COLLECTIVES if hasattr(group, name)}
     for name, original in originals.items():
-        setattr(group, name, _noting(original, dtypes))
+        setattr(group, name, _noting(original, sends))
     try:
         yield
     finally:
@@ -195,11 +281,12 @@ def noted_sends(dtypes: set[torch.dtype]) -> Generator[None]:
             setattr(group, name, original)
 
 
-def _noting(original: Callable[..., Any], dtypes: set[torch.dtype]) -> Callable[..., Any]:
+def _noting(original: Callable[..., Any], sends: Sends) -> Callable[..., Any]:
     def send(*args: Any, **kwargs: Any) -> Any:
+        sends.number += 1
         for x in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(x, Tensor) and x.dtype in LOWER:
-                dtypes.add(x.dtype)
+                sends.dtypes.add(x.dtype)
         return original(*args, **kwargs)
 
     return send

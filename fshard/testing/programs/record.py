@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fshard.errors import PromiseError
 from fshard.mesh.layout import PyTree, flatten, unflatten
-from fshard.testing.programs.precision import LOWER, InFloat64, noted_sends, widen
+from fshard.testing.programs.precision import LOWER, InFloat64, Sends, noted_sends, widen
 from fshard.testing.verdicts import float64_by_default
 
 Program = Callable[
@@ -47,6 +47,7 @@ class RankRecord(NamedTuple):
         grads: of each step, before `step()`.
         params: after each step.
         given: the gradients that an optimizer of torch was given, in each step.
+        kept: the parameters whose gradients were not 0 when a step began, in each step.
         frozen: the parameters that require no gradient.
         tied: other names of parameters, with their first ones.
         order: the parameters in the order in which the forward uses them.
@@ -54,6 +55,7 @@ class RankRecord(NamedTuple):
         computed_in: the lowest dtypes of activations, parameters, buffers and batches.
         rounded_in: those of other tensors.
         sent_in: those of tensors that are sent.
+        sends_in_step: the number of collectives that `step()` has called, in each step.
     """
 
     batches: Sequence[PyTree]
@@ -62,6 +64,7 @@ class RankRecord(NamedTuple):
     grads: list[Tensors]
     params: list[Tensors]
     given: Sequence[Tensors] = ()
+    kept: Sequence[frozenset[str]] = ()
     frozen: frozenset[str] = frozenset()
     tied: Mapping[str, str] = {}
     order: Sequence[str] = ()
@@ -69,6 +72,7 @@ class RankRecord(NamedTuple):
     computed_in: frozenset[torch.dtype] = frozenset()
     rounded_in: frozenset[torch.dtype] = frozenset()
     sent_in: frozenset[torch.dtype] = frozenset()
+    sends_in_step: Sequence[int] = ()
 
     def batch(self, step: int) -> PyTree:
         """Return the batch of a step."""
@@ -102,17 +106,17 @@ def record(
                 for own, leaves in zip(run.batches, batches, strict=True)
             ]
         result = RankRecord(
-            [_leaf_copies(batch) for batch in run.batches],
-            [],
-            full_tensors(run.model),
-            [],
-            [],
-            [],
-            frozenset(
-                [name for name, x in named_parameters(run.model) if not x.requires_grad]
-            ),
-            tied_names(run.model),
+            batches=[_leaf_copies(batch) for batch in run.batches],
+            losses=[],
+            start=full_tensors(run.model),
+            grads=[],
+            params=[],
+            given=[],
+            kept=[],
+            frozen=frozen_names(run.model),
+            tied=tied_names(run.model),
             backwards=[],
+            sends_in_step=[],
         )
         for i in range(steps):
             torch.manual_seed(run.seed)  # so that a loss that draws differs too
@@ -124,7 +128,7 @@ def record(
         order=run.uses.names(),
         computed_in=frozenset(run.watch.in_forward | _dtypes_of(run.model, run.batches)),
         rounded_in=frozenset(run.watch.elsewhere),
-        sent_in=frozenset(run.sent_in),
+        sent_in=frozenset(run.sends.dtypes),
     )
 
 
@@ -142,6 +146,8 @@ def _record_step(run: _Run, batch: PyTree, result: RankRecord) -> None:
     run.watch.backwards = 0
     optimizer_grads = _OptimizerGradients(run.model)
     before = _versions_of_gradients(run.model)
+    kept = [name for name, (grad, _) in before.items() if _local(grad).any()]
+    cast("list[frozenset[str]]", result.kept).append(frozenset(kept))
     with optimizer_grads:
         run.watch.uses = run.uses
         loss = loss_of(run.loss_fn(run.model, batch))
@@ -153,7 +159,9 @@ def _record_step(run: _Run, batch: PyTree, result: RankRecord) -> None:
             loss = loss.item()
         result.losses.append(None if loss is None else float(loss))
         result.grads.append(full_tensors(run.model, gradients=True))
+        sends_before = run.sends.number
         run.step()
+        cast("list[int]", result.sends_in_step).append(run.sends.number - sends_before)
     result.params.append(full_tensors(run.model))
     cast("list[Tensors]", result.given).append(optimizer_grads.full())
     cast("list[int]", result.backwards).append(run.watch.backwards)
@@ -168,7 +176,7 @@ class _Run(NamedTuple):
     stack: ExitStack
     watch: _Watch
     uses: Uses
-    sent_in: set[torch.dtype]
+    sends: Sends
     seed: int
     model: Any
     loss_fn: Callable[[Any, Any], Any]
@@ -183,21 +191,34 @@ def _begun(program: Program, axes: Mapping[str, int], steps: int, seed: int) -> 
     world = ProgramWorld(dist.get_world_size())
     world.mesh = mesh
     watch = _Watch()
-    sent_in = set[torch.dtype]()
+    sends = Sends()
     with ExitStack() as stack:
         stack.enter_context(float64_by_default())
-        stack.enter_context(noted_sends(sent_in))
+        stack.enter_context(noted_sends(sends))
         stack.enter_context(watch)
         stack.enter_context(watch.counted_backwards())
+        stack.enter_context(any_comm_hook())
         own_seed = 1000 * seed + rank  # so that what is not seeded by the program differs
         torch.manual_seed(own_seed)
         model, loss_fn, batch, step = _parts(program(rank, world))
         batches = _batches_of(batch, steps)
         _widen_all(model, batches)
         return _Run(
-            stack.pop_all(), watch, Uses(model), sent_in, own_seed, model, loss_fn, batches, step
+            stack.pop_all(), watch, Uses(model), sends, own_seed, model, loss_fn, batches, step
         )
     raise AssertionError  # for the type checker: an ExitStack may swallow exceptions
+
+
+@contextmanager
+def any_comm_hook() -> Generator[None]:
+    """Let DistributedDataParallel take bf16_compress_hook, which it refuses without NCCL."""
+    kind = cast("Any", nn.parallel.DistributedDataParallel)
+    check = kind._check_comm_hook
+    kind._check_comm_hook = lambda *_: None
+    try:
+        yield
+    finally:
+        kind._check_comm_hook = check
 
 
 def _parts(result: Any) -> tuple[Any, Callable[[Any, Any], Any], Any, Callable[[], object]]:
@@ -326,14 +347,21 @@ def named_parameters(model: Any) -> list[tuple[str, Tensor]]:
     return [(without_wrappers(name), x) for name, x in named if isinstance(x, Tensor)]
 
 
+def frozen_names(model: Any) -> frozenset[str]:
+    """Return the names of parameters that require no gradient."""
+    with unsharded(model):
+        return frozenset([name for name, x in named_parameters(model) if not x.requires_grad])
+
+
 def tied_names(model: Any) -> dict[str, str]:
     """Return the further names of parameters that have several, with their first ones."""
     first_names: dict[int, str] = {}
     tied: dict[str, str] = {}
-    for name, x in named_parameters(model):
-        first = first_names.setdefault(id(x), name)
-        if first != name:
-            tied[name] = first
+    with unsharded(model):
+        for name, x in named_parameters(model):
+            first = first_names.setdefault(id(x), name)
+            if first != name:
+                tied[name] = first
     return tied
 
 
@@ -343,6 +371,9 @@ def full_tensors(model: Any, *, gradients: bool = False) -> Tensors:
     A DTensor is gathered by all its processes, and so are the parameters of
     FullyShardedDataParallel.
     """
+    has_original = not has_flat_parameters(model) or _uses_original_parameters(model)
+    if gradients and not has_original:
+        return _flat_gradients(model)
     with unsharded(model, gradients=gradients):
         tensors: Tensors = {}
         for name, x in named_parameters(model):
@@ -375,29 +406,60 @@ def gathered(tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Ten
             continue
         if isinstance(x, DTensor):
             x = x.full_tensor()
-        full[name] = x.detach().clone()
+        full[name] = x.detach().to_dense() if x.is_sparse else x.detach().clone()
     return full
 
 
 @contextmanager
-def unsharded(model: Any, *, gradients: bool) -> Generator[None]:
+def unsharded(model: Any, *, gradients: bool = False) -> Generator[None]:
     """Gather the parameters of FullyShardedDataParallel in the block, if the model has such units."""
-    if not _has_flat_parameters(model):
+    if not has_flat_parameters(model):
         yield
         return
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    units = FullyShardedDataParallel.fsdp_modules(model)
-    if gradients and not all(unit._use_orig_params for unit in units):
-        raise PromiseError(
-            "certify_program: FullyShardedDataParallel must have use_orig_params=True, so that "
-            "gradients have the names of parameters."
-        )
     with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=gradients):
         yield
 
 
-def _has_flat_parameters(model: Any) -> bool:
+def _uses_original_parameters(model: Any) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    return all(unit._use_orig_params for unit in units)
+
+
+def _flat_gradients(model: nn.Module) -> Tensors:
+    """Return full gradients of FullyShardedDataParallel without its original parameters.
+
+    Torch gathers no such gradients. A unit has that of a shard of all its parameters in a row, which
+    are padded.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    grads: Tensors = {}
+    for unit_name, unit in model.named_modules():
+        handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
+        if handle is None or handle.flat_param.grad is None:
+            continue
+        flat: Any = handle.flat_param
+        row = flat.grad.detach().flatten()
+        if handle.uses_sharded_strategy:
+            shards = row.new_empty(len(row) * handle.world_size)
+            dist.all_gather_into_tensor(shards, row, group=handle.process_group)
+            row = shards[: flat._unpadded_unsharded_size.numel()]
+
+        names = iter(zip(flat._fqns, flat._shapes, strict=True))
+        parts = row.split(flat._numels_with_padding)
+        for part, is_padding in zip(parts, flat._is_padding_mask, strict=True):
+            if not is_padding:
+                name, shape = next(names)
+                full_name = without_wrappers(f"{unit_name}.{name}".lstrip("."))
+                grads[full_name] = part.reshape(shape).clone()
+    return grads
+
+
+def has_flat_parameters(model: Any) -> bool:
     """Return True if a part of the model is in FullyShardedDataParallel, if that has been imported."""
     module = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if module is None or not isinstance(model, nn.Module):
@@ -459,7 +521,7 @@ class _OptimizerGradients:
 
     def __init__(self, model: Any) -> None:
         self._params: dict[str, Tensor] = {}
-        if not _has_flat_parameters(model):
+        if not has_flat_parameters(model):
             self._params = dict(named_parameters(model))
         self._grads: Tensors = {}
 

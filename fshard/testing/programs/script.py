@@ -28,7 +28,7 @@ from fshard.testing.programs.compare import judge_ranks, mesh_text, notes_on
 from fshard.testing.programs.layouts import Parts
 from fshard.testing.programs.loaders import Batches, EndOfInputs, Joining, Reader
 from fshard.testing.programs.precision import noted_sends
-from fshard.testing.programs.record import RankRecord, Tensors
+from fshard.testing.programs.record import RankRecord, Tensors, any_comm_hook
 from fshard.testing.programs.substitutions import (
     OnCpu,
     Place,
@@ -116,6 +116,7 @@ def _run(
     with ExitStack() as stack:
         stack.enter_context(float64_by_default())
         stack.enter_context(noted_sends(sent_in))
+        stack.enter_context(any_comm_hook())
         output = stack.enter_context(_kept_output())
         stack.enter_context(_as_main(script))
         stack.enter_context(substituted(rows))
@@ -326,7 +327,7 @@ class _Runs(NamedTuple):
         record = _first_steps(single.rank, number)
         rows = judge_ranks(axes, records, record, dtype, parts)
         rows += _rows_of_kept_gradients(mesh, record)
-        return _Verdict(rows, notes_on(axes, records, record))
+        return _Verdict(rows, notes_on(axes, records, record, dtype))
 
     def _alone(
         self, ranks: Sequence[ScriptRecord], start: Start, joining: Joining
@@ -447,7 +448,7 @@ def _rows_of_starts(
 
 def _rows_of_kept_gradients(mesh: str, single: RankRecord) -> list[CertificateRow]:
     """Return a row if a step begins with the gradients of the one before, in all runs."""
-    for step, names in enumerate(getattr(single, 'kept', ())):
+    for step, names in enumerate(single.kept):
         if names:
             name = next(name for name in single.start if name in names)
             text = (

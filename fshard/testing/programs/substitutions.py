@@ -427,11 +427,6 @@ def table(place: Place) -> list[Substitution]:
             "the module is on the CPU",
         ),
         Substitution(
-            "torch.nn.parallel:DistributedDataParallel._check_comm_hook",
-            _always(None),
-            "it refuses bf16_compress_hook without NCCL",
-        ),
-        Substitution(
             "torch.distributed.fsdp:FullyShardedDataParallel.__init__",
             _with(device_id=_nothing),
             "the module is on the CPU",
@@ -485,6 +480,13 @@ def table(place: Place) -> list[Substitution]:
             "some need a GPU, and none changes float64",
         ),
     ]
+    rows.append(
+        Substitution(
+            "torch.nn.attention.flex_attention:_validate_device",
+            _always(None),
+            "it refuses gradients on the CPU, since the compiler has none there",
+        )
+    )
     for package in ("lightning_fabric", "lightning.fabric"):
         name = f"{package}.fabric:Fabric.__init__"
         rows.append(Substitution(name, _fabric_init(place), "it counts GPUs, and asks for some"))

@@ -30,6 +30,8 @@ from fshard.testing.programs.record import (
     RankRecord,
     Tensors,
     Uses,
+    full_tensors,
+    has_flat_parameters,
     named_parameters,
     tied_names,
     unsharded,
@@ -127,7 +129,7 @@ class Watcher:
             dtypes.update([x.dtype for _, x in named])
         # What is float32 was never used: all else is float64.
         low_dtypes = dtypes & {torch.bfloat16, torch.float16}
-        fields: dict[str, Any] = dict(
+        return RankRecord(
             batches=self._batches[:number],
             losses=self._losses[:number],
             start=self.start,
@@ -140,9 +142,8 @@ class Watcher:
             order=order,
             backwards=self._backwards[:number],
             computed_in=frozenset(self._mode.in_forward | low_dtypes),
-            rounded_in=frozenset(getattr(self._mode, "elsewhere", ())),
+            rounded_in=frozenset(self._mode.elsewhere),
         )
-        return RankRecord(**{k: v for k, v in fields.items() if k in RankRecord._fields})
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -342,7 +343,9 @@ class Watcher:
             for name, x in full_gradients(module, self._taken).items():
                 grads[prefix + name] = x
             for name, x in full_gradients(module, None).items():
-                given[prefix + name] = x
+                same = grads.get(prefix + name)
+                is_same = same is not None and torch.equal(x, same)
+                given[prefix + name] = same if is_same else x  # sent to the parent once
         return grads, given
 
 
@@ -363,6 +366,8 @@ def full_gradients(module: nn.Module, taken: Mapping[int, Tensor] | None) -> Ten
     A DTensor without a gradient is 0 here, since another process may have one.
     """
     grads: Tensors = {}
+    if has_flat_parameters(module):
+        return full_tensors(module, gradients=True)
     with unsharded(module, gradients=True):
         for name, x in named_parameters(module):
             grad = x.grad
