@@ -27,7 +27,7 @@ from fshard.testing.programs.batches import Axes
 from fshard.testing.programs.compare import judge_ranks, mesh_text, notes_on
 from fshard.testing.programs.layouts import Parts
 from fshard.testing.programs.loaders import Batches, EndOfInputs, Joining, Reader
-from fshard.testing.programs.precision import noted_sends
+from fshard.testing.programs.precision import Sends, noted_sends
 from fshard.testing.programs.record import RankRecord, Tensors, any_comm_hook
 from fshard.testing.programs.substitutions import (
     OnCpu,
@@ -109,13 +109,13 @@ def _run(
 ) -> ScriptRecord:
     mode = OnCpu()
     reader = Reader(replayed)
-    watcher = Watcher(script.steps, mode, reader, start)
+    sends = Sends()
+    watcher = Watcher(script.steps, mode, reader, sends, start)
     rows = [*table(place), *_of_watcher(watcher, reader)]
-    sent_in = set[torch.dtype]()
     seed(seed_value)
     with ExitStack() as stack:
         stack.enter_context(float64_by_default())
-        stack.enter_context(noted_sends(sent_in))
+        stack.enter_context(noted_sends(sends))
         stack.enter_context(any_comm_hook())
         output = stack.enter_context(_kept_output())
         stack.enter_context(_as_main(script))
@@ -134,8 +134,7 @@ def _run(
             raise _error(script, place, error, output) from None
         _wait_for_others(place)
 
-    record = watcher.record()._replace(sent_in=frozenset(sent_in))
-    return ScriptRecord(record, reader.read, watcher.buffers, watcher.rates, watcher.counts)
+    return ScriptRecord(watcher.record(), reader.read, watcher.buffers, watcher.rates, watcher.counts)
 
 
 def _of_watcher(watcher: Watcher, reader: Reader) -> list[Substitution]:

@@ -331,10 +331,7 @@ def _module_cuda(original: Any) -> Any:
 def _loader_init(original: Any) -> Any:
     """Return the constructor of a loader without processes of its own."""
     signature = inspect.signature(original)
-    of_workers = (
-        "num_workers pin_memory prefetch_factor persistent_workers multiprocessing_context timeout "
-        "pin_memory_device worker_init_fn"
-    ).split()
+    of_workers = ["num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "pin_memory_device", "worker_init_fn"]
 
     def init(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
@@ -457,9 +454,9 @@ def table(place: Place) -> list[Substitution]:
         Substitution("torch.cuda.nvtx:range_pop", _always(0), "there is no profiler"),
     ]
     no_dropout = "another draw in each process"
-    for name in "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split():
+    for name in ["dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"]:
         rows.append(Substitution(f"torch.nn.functional:{name}", _no_dropout, no_dropout))
-    for name in "dropout alpha_dropout feature_dropout feature_alpha_dropout".split():
+    for name in ["dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"]:
         rows.append(Substitution(f"torch:{name}", _no_dropout, no_dropout))
     rows += [
         Substitution(

@@ -10,7 +10,8 @@ Steps inside of a step, as those of ZeroRedundancyOptimizer, are part of the out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fshard.mesh.layout import PyTree, flatten, unflatten
 from fshard.testing.programs.loaders import Reader
-from fshard.testing.programs.precision import widen
+from fshard.testing.programs.precision import Sends, widen
 from fshard.testing.programs.record import (
     RankRecord,
     Tensors,
@@ -71,10 +72,13 @@ class Watcher:
         steps: after so many of the first optimizer the script ends.
         mode: under which it runs.
         reader: of its batches.
+        sends: of the script.
         start: in the one process, what the other processes began with.
     """
 
-    def __init__(self, steps: int, mode: OnCpu, reader: Reader, start: Start | None) -> None:
+    def __init__(
+        self, steps: int, mode: OnCpu, reader: Reader, sends: Sends, start: Start | None
+    ) -> None:
         self.start: Tensors = {}
         self.buffers: Tensors = {}
         self.rates: list[list[float]] = []
@@ -86,10 +90,12 @@ class Watcher:
         self._kept: list[frozenset[str]] = []
         self._backwards: list[int] = []
         self._batches: list[PyTree] = []
+        self._sends_in_step: list[int] = []
 
         self._steps = steps
         self._mode = mode
         self._reader = reader
+        self._sends = sends
         self._start_of_all = start
         self._roots: list[Root] = []
         self._optimizers: list[Optimizer] = []
@@ -99,12 +105,23 @@ class Watcher:
         # Of the step that is not there yet.
         self._loss: float | None = None
         self._backward = 0
+        self._sends_of_backward = 0
         self._taken: dict[int, Tensor] = {}
         self._kept_now: frozenset[str] = frozenset()
 
         mode.before_backward = self._before_backward
         mode.after_backward = self._after_backward
         mode.before_function = self._before_function
+
+    @contextmanager
+    def _aside(self) -> Generator[None]:
+        """Let what is computed and sent in the block be none of the script."""
+        number = self._sends.number
+        dtypes = set(self._sends.dtypes)
+        with torch._C.DisableTorchFunction():
+            yield
+        self._sends.number = number
+        self._sends.dtypes = dtypes
 
     def hooks(self) -> list[RemovableHandle]:
         """Register the hooks of steps, which are for all optimizers."""
@@ -143,6 +160,8 @@ class Watcher:
             backwards=self._backwards[:number],
             computed_in=frozenset(self._mode.in_forward | low_dtypes),
             rounded_in=frozenset(self._mode.elsewhere),
+            sent_in=frozenset(self._sends.dtypes),
+            sends_in_step=self._sends_in_step,
         )
 
     # -- forward -----------------------------------------------------------------------------------
@@ -155,7 +174,7 @@ class Watcher:
                 return original(module, *args, **kwargs)
             self._depth += 1
             try:
-                with torch._C.DisableTorchFunction():
+                with self._aside():
                     self._see(module)
                     args, kwargs = self._inputs((args, kwargs))
                 return original(module, *args, **kwargs)
@@ -240,7 +259,7 @@ class Watcher:
         self._depth += 1  # what is computed again in a backward is no model of its own
         if isinstance(loss, list | tuple) and len(loss) == 1:
             loss = loss[0]
-        with torch._C.DisableTorchFunction():
+        with self._aside():
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 full = loss.full_tensor() if isinstance(loss, DTensor) else loss
                 self._loss = (self._loss or 0.0) + float(full.detach())
@@ -251,7 +270,8 @@ class Watcher:
 
     def _after_backward(self) -> None:
         self._depth -= 1
-        with torch._C.DisableTorchFunction():
+        self._sends_of_backward = self._sends.number
+        with self._aside():
             self._taken = {}
             for root in self._roots:
                 for p in root.module.parameters():
@@ -280,7 +300,7 @@ class Watcher:
         if is_first and self._first_steps == self._steps:
             raise Finished
 
-        with torch._C.DisableTorchFunction():
+        with self._aside():
             self._set_rates(optimizer)
             self._note_reading()
             grads, given = self._gradients_of(optimizer)
@@ -297,7 +317,8 @@ class Watcher:
         self._depth_of_step -= 1
         if self._depth_of_step:
             return
-        with torch._C.DisableTorchFunction():
+        self._sends_in_step.append(self._sends.number - self._sends_of_backward)
+        with self._aside():
             params = dict(self.start)
             for prefix, module, _ in self._roots:
                 params.update({prefix + name: x for name, x in full_values(module).items()})
