@@ -490,9 +490,7 @@ def transformer(rank, world, *, family="llama", by="ddp", returns="object"):
     elif by == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        model = FullyShardedDataParallel(
-            model, use_orig_params=True, device_id=torch.device("cpu")
-        )
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     else:
         layers = ("LlamaDecoderLayer", "MixtralDecoderLayer", "GPT2Block", "BertLayer", "T5Block")
         for module in model.modules():
@@ -706,7 +704,9 @@ def fused_columns(rank, world, *, starts_at_zero=False, sizes=(8, 4, 4)):
     torch.manual_seed(0)
     full = torch.zeros(sum(sizes)) if starts_at_zero else torch.randn(sum(sizes))
     own = torch.cat([part.chunk(world)[rank] for part in full.split(sizes)])
-    scale = torch.cat([x.chunk(world)[rank] for x in torch.arange(1.0, 1 + sum(sizes)).split(sizes)])
+    scale = torch.cat(
+        [x.chunk(world)[rank] for x in torch.arange(1.0, 1 + sum(sizes)).split(sizes)]
+    )
     params = {"qkv.bias": own.clone().requires_grad_()}
 
     def loss(params, x):
@@ -937,7 +937,9 @@ def tiny_and_wrong(rank, world):
 
     def loss(model, x):
         weights = torch.arange(1.0, 4)
-        return x.mean() * ((model["large"] * weights).sum() + 1e-13 * (model["tiny"] * weights).sum())
+        return x.mean() * (
+            (model["large"] * weights).sum() + 1e-13 * (model["tiny"] * weights).sum()
+        )
 
     def whole(model, x):
         value = loss(model, x)

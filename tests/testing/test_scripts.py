@@ -2,6 +2,7 @@
 without an edit, and a mistake in each is found with its cause.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,88 @@ def test_mistakes_of_scripts_are_found_with_their_cause(command):
     assert certificate.first is not None
     reasons = [row.reason for row in certificate.rows if row.verdict == "DIVERGENT"]
     assert any(WRONG[command] in reason for reason in reasons), certificate
+
+
+@pytest.mark.timeout(400)
+def test_debug_model_of_torchtitan_is_accepted():
+    pytest.importorskip("torchtitan")
+    arguments = ["--tp", "2"]
+    axes = {"data": 2, "tp": 2}
+    certify_script(SCRIPTS / "titan.py", axes, arguments, alone=["--tp", "1"], timeout=300).check()
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+LINEAR = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + torch.rand_like(x))
+dist.init_process_group("nccl")
+model = DistributedDataParallel(nn.Linear(3, 1).cuda(), device_ids=[0])
+opt = torch.optim.SGD(model.parameters(), 0.1)
+x = torch.rand(4, 3) if "--seed" not in sys.argv else torch.ones(4, 3)
+"""
+STEP = "model(x).sum().backward()\nopt.step()"
+ERRORS = {
+    "no step": (LINEAR, "must step an optimizer of torch.optim; got no step"),
+    "raises": (
+        LINEAR + "raise KeyError('no data')",
+        r"train.py:14 raised in rank \d of 2: KeyError",
+    ),
+    "draws": (
+        LINEAR.replace("nn.Linear(3, 1)", "Noisy(3, 1)") + STEP,
+        "must draw nothing in its steps",
+    ),
+    "exits": (LINEAR + "sys.exit(3)", "raised in rank . of 2: SystemExit: 3"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_scripts_that_cannot_be_judged_raise_one_line(tmp_path, name):
+    text, message = ERRORS[name]
+    file = tmp_path / "train.py"
+    file.write_text(text)
+    with pytest.raises(PromiseError, match=message):
+        certify_script(file, DATA)
+
+
+def test_command_runs_a_script_with_its_arguments(tmp_path, capsys):
+    file = tmp_path / "train.py"
+    file.write_text(LINEAR + "assert sys.argv[1:] == ['--seed', '1']\n" + STEP)
+    out = tmp_path / "out.json"
+    words = ["certify", "--run", str(file), "--mesh", "data=2", "--steps", "1", "--json", str(out)]
+    assert main([*words, "--", "--seed", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "EXACT" in shown and "WARNING" in shown
+    assert json.loads(out.read_text())["ok"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.py"], "Write fshard certify train.py:program or fshard certify --run train.py"),
+        (["absent.py:program"], "got absent.py, which is none"),
+        (["--run", "absent.py"], "got absent.py, which is none"),
+        ([], "must be FILE:NAME or --run FILE; got neither"),
+        (["a.py:f", "--run", "b.py"], "got a.py:f and b.py"),
+        ([f"{__file__}:" + "absent" * 2], "must have a function absentabsent"),
+        ([f"{__file__}:one_argument"], "must take (rank, world)"),
+        (["--run", __file__, "--steps", "0"], "--steps must be >= 1; got 0"),
+        ([f"{__file__}:one_argument", "--", "--lr", "1"], "arguments of a script need --run"),
+        (["--run", __file__, "--split", "context"], "--split must be like context=1"),
+    ],
+)
+def test_command_lines_that_say_nothing_end_with_one_line(capsys, words, message):
+    index = words.index("--") if "--" in words else len(words)
+    assert main(["certify", *words[:index], "--mesh", "data=2", *words[index:]]) == 2
+    written = capsys.readouterr().err
+    assert message in written and written.count("\n") == 1
+
+
+def one_argument(rank):
+    """No program: it takes no world."""

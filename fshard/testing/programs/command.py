@@ -151,12 +151,25 @@ def program_of(text: str) -> tuple[str, str]:
     function = functions.get(name)
     if function is not None:
         _validate_arguments(path, function)
-    elif name not in Path(path).read_text():
+    elif not {name, "*"} & _bound_names(tree):
         found = ", ".join(functions) or "none"
         raise UsageError(
             f"{path} must have a function {name}(rank, world); got the functions {found}."
         )
     return str(Path(path).resolve()), name
+
+
+def _bound_names(tree: ast.Module) -> set[str]:
+    """Return the names that a file binds, anywhere in it: it may be by an import or an assignment."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+    return names
 
 
 def _validate_arguments(path: str, function: ast.FunctionDef) -> None:

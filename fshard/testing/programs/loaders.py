@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard.mesh.layout import PyTree, flatten, unflatten
-from fshard.testing.programs.batches import Axes, joined_batches
+from fshard.testing.programs.batches import Axes, coordinates_of, equal_axes, joined_batches
 from fshard.testing.programs.record import RankRecord
 
 Key = tuple[bool, int, int]
@@ -32,11 +32,13 @@ class Batches(NamedTuple):
         loaders: the batches of each pass over a loader.
         lengths: of loaders, in the order in which the script asked for them.
         inputs: what models and losses got, in a script that reads no loader.
+        samples: of each batch of a pass, before the loader put them together.
     """
 
     loaders: dict[Key, list[PyTree]]
     lengths: list[int]
     inputs: list[PyTree]
+    samples: dict[Key, list[Any]]
 
     def of_training(self) -> list[PyTree]:
         """Return the batches of the loader that the script trains on; else the inputs."""
@@ -59,7 +61,7 @@ class Reader:
     """
 
     def __init__(self, replayed: Batches | None) -> None:
-        self.read = Batches({}, [], [])
+        self.read = Batches({}, [], [], {})
         self._replayed = replayed
         self._number_of: dict[tuple[bool, int], int] = {}
         self._passes: dict[tuple[bool, int], int] = {}
@@ -102,7 +104,7 @@ class Reader:
             numbers[key] = sum(kind == trains for kind, _ in numbers)
         return numbers[key]
 
-    def batch(self, key: Key, number: int, own: Any, has_ended: bool) -> Any:
+    def batch(self, key: Key, number: int, own: _Own) -> Any:
         """Return the batch that a script gets from a loader, given the loader's own."""
         read = self.read.loaders.setdefault(key, [])
         if self._replayed is not None and key in self._replayed.loaders:
@@ -110,12 +112,17 @@ class Reader:
             if number == len(batches):
                 raise StopIteration
             batch = batches[number]
+            if isinstance(batch, Uncollated):
+                batch = own.collate(batch.samples)
+                read.append(_plain(batch))
+                return batch
             read.append(batch)
-            return _like(own, batch)
-        if has_ended:
+            return _like(own.batch, batch)
+        if own.has_ended:
             raise StopIteration
-        read.append(_plain(own))
-        return own
+        read.append(_plain(own.batch))
+        self.read.samples.setdefault(key, []).append(_plain(own.samples))
+        return own.batch
 
     def input(self, x: Tensor) -> Tensor:
         """Return what a model gets, in a script that reads no loader."""
@@ -143,29 +150,58 @@ class EndOfInputs(BaseException):
     """Ends a script that takes more inputs in the one process than in the processes."""
 
 
+class Uncollated(NamedTuple):
+    """Samples that the loader of the one process puts together: it pads them to one length."""
+
+    samples: list[Any]
+
+
+class _Own:
+    """The batches of a loader itself."""
+
+    def __init__(self, original: Iterator[Any]) -> None:
+        self.batch: Any = None
+        self.samples: Any = None
+        self.has_ended = False
+        self._original = original
+        fetcher = getattr(original, "_dataset_fetcher", None)
+        self._collate = getattr(fetcher, "collate_fn", None)
+        if self._collate is not None:
+            cast("Any", fetcher).collate_fn = self.collate
+
+    def collate(self, samples: Any) -> Any:
+        """Put samples together as the loader does."""
+        self.samples = samples
+        assert self._collate is not None
+        return self._collate(samples)
+
+    def fetch(self) -> None:
+        """Take the next batch; the last one stays when there is none."""
+        if self.has_ended:
+            return
+        try:
+            self.batch = next(self._original)
+        except StopIteration:
+            self.has_ended = True
+
+
 class _Pass:
     """A pass over a loader."""
 
     def __init__(self, reader: Reader, key: Key, original: Iterator[Any], loader: Any) -> None:
         self._reader = reader
         self._key = key
-        self._original = original
         self._loader = loader
         self._number = 0
-        self._last: Any = None
-        self._has_ended = False
+        self._own = _Own(original)
 
     def __iter__(self) -> _Pass:
         return self
 
     def __next__(self) -> Any:
         # In the one process, its own batch tells the types of what is replaced.
-        if not self._has_ended:
-            try:
-                self._last = next(self._original)
-            except StopIteration:
-                self._has_ended = True
-        batch = self._reader.batch(self._key, self._number, self._last, self._has_ended)
+        self._own.fetch()
+        batch = self._reader.batch(self._key, self._number, self._own)
         self._number += 1
         return batch
 
@@ -204,7 +240,7 @@ def _like(template: Any, batch: PyTree) -> Any:
         for number, x in enumerate(cast(Sequence[Any], batch)):
             items.append(_like(template[number] if number < length else None, x))
         if hasattr(template, "_fields"):
-            return type(template)(*items)
+            return cast("Any", type(template))(*items)
         return items if isinstance(batch, list) else tuple(items)
     return batch
 
@@ -232,14 +268,47 @@ class Joining(NamedTuple):
         for key, batches in ranks[0].loaders.items():
             have_all = all(key in rank.loaders for rank in ranks)
             if have_all:
-                loaders[key] = self._joined([rank.loaders[key] for rank in ranks])
+                loaders[key] = self._joined_pass(ranks, key)
             elif key[0] is TRAINS:
                 # Process 0 reads a batch for each process, and sends them.
                 n = len(ranks)
                 groups = [batches[i : i + n] for i in range(0, len(batches), n)]
                 loaders[key] = [_in_one(group) for group in groups if len(group) == n]
         inputs = self._joined([rank.inputs for rank in ranks])
-        return Batches(loaders, ranks[0].lengths, inputs)
+        return Batches(loaders, ranks[0].lengths, inputs, {})
+
+    def _joined_pass(self, ranks: Sequence[Batches], key: Key) -> list[PyTree]:
+        batches = [rank.loaders[key] for rank in ranks]
+        try:
+            return self._joined(batches)
+        except ValueError:
+            # They differ in more than rows, as where each is padded to a length of its own.
+            samples = [rank.samples.get(key, []) for rank in ranks]
+            if not all(isinstance(x, list) for each in samples for x in each):
+                raise
+            number = min(len(each) for each in samples)
+            if number < min(len(each) for each in batches):
+                raise
+            return self._uncollated(batches, samples, number)
+
+    def _uncollated(
+        self, batches: Sequence[list[PyTree]], samples: Sequence[list[Any]], number: int
+    ) -> list[PyTree]:
+        """Return the samples of all processes; of those whose batches are equal, of one."""
+        records = [_record(flatten(each[:number])[0]) for each in batches]
+        equal = equal_axes(records, self.axes)
+        members: list[int] = []
+        for rank, coordinates in enumerate(coordinates_of(self.axes)):
+            repeats = [i for i, name in zip(coordinates, self.axes, strict=True) if name in equal]
+            if not any(repeats):
+                members.append(rank)
+        uncollated: list[PyTree] = []
+        for i in range(number):
+            together: list[Any] = []
+            for rank in members:
+                together += samples[rank][i]
+            uncollated.append(Uncollated(together))
+        return uncollated
 
     def _joined(self, ranks: Sequence[Sequence[PyTree]]) -> list[PyTree]:
         """Return the batches of all processes: joined, or those of one after another."""
@@ -252,6 +321,8 @@ class Joining(NamedTuple):
 
         leaves_of_ranks = [flatten(batches)[0] for batches in lists]
         _, structure = flatten(lists[0])
+        if len({len(leaves) for leaves in leaves_of_ranks}) > 1:
+            raise ValueError("certify: the batches of processes must have the same structure.")
         columns = [*zip(*leaves_of_ranks, strict=True)]
         rows: set[int] = set()
         for column in columns:

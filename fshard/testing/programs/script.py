@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fshard.errors import PromiseError
 from fshard.launching.pool import Processes
@@ -91,7 +91,7 @@ class ScriptError(RuntimeError):
 
 def run_in_processes(script: Script) -> ScriptRecord:
     """Run a script as one of several processes."""
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store)
     return _run(script, place, 1 + place.rank, None, None)
 
@@ -100,7 +100,7 @@ def run_alone(script: Script, replayed: Batches, start: Start) -> ScriptRecord:
     """Run a script as the only process, with the batches of all. The seeds differ by the rank."""
     run = int(os.environ["RANK"])
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    place = Place(0, 1, dist.HashStore(), seed_shift=1000 * run)
+    place = Place(0, 1, HashStore(), seed_shift=1000 * run)
     return _run(script, place, 1 + 1000 * run, replayed, start)
 
 
@@ -134,12 +134,16 @@ def _run(
             raise _error(script, place, error, output) from None
         _wait_for_others(place)
 
-    return ScriptRecord(watcher.record(), reader.read, watcher.buffers, watcher.rates, watcher.counts)
+    return ScriptRecord(
+        watcher.record(), reader.read, watcher.buffers, watcher.rates, watcher.counts
+    )
 
 
 def _of_watcher(watcher: Watcher, reader: Reader) -> list[Substitution]:
     """Return the substitutions by which a script is watched."""
-    rows = [Substitution("torch.nn:Module._call_impl", watcher.call, "global hooks see no keywords")]
+    rows = [
+        Substitution("torch.nn:Module._call_impl", watcher.call, "global hooks see no keywords")
+    ]
     for name in (
         "torch.utils.data:DataLoader",
         "torchdata.stateful_dataloader:StatefulDataLoader",
@@ -373,7 +377,11 @@ def full_candidates(parts: Sequence[Tensor], axes: Axes) -> list[Tensor]:
     numbers = torch.arange(len(parts)).reshape(*axes.values())
     candidates: list[Tensor] = []
     for axis, dim in product(range(len(axes)), range(parts[0].ndim)):
-        lines = numbers.movedim(axis, -1).flatten(0, -2).tolist() if len(axes) > 1 else [numbers.tolist()]
+        lines = (
+            numbers.movedim(axis, -1).flatten(0, -2).tolist()
+            if len(axes) > 1
+            else [numbers.tolist()]
+        )
         fulls: list[Tensor] = []
         for line in lines:
             shapes = {x.shape[:dim] + x.shape[dim + 1 :] for x in [parts[rank] for rank in line]}
@@ -440,7 +448,9 @@ def _rows_of_starts(
         first = next(iter(values), 0)
         others = [rank for rank, x in values.items() if not torch.equal(x, values[first])]
         if others:
-            text = f"the parameter begins differently on ranks {first} and {others[0]}: broadcast it"
+            text = (
+                f"the parameter begins differently on ranks {first} and {others[0]}: broadcast it"
+            )
             rows.append(_row(mesh, name, text))
     return rows
 

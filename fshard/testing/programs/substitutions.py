@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fshard.testing.programs.precision import InFloat64
 
@@ -98,7 +99,7 @@ class OnCpu(InFloat64):
         super().__init__()
         self.before_backward: Callable[[Any], None] = lambda loss: None
         self.after_backward: Callable[[], None] = lambda: None
-        self.before_function: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None = None
+        self.before_function: Callable[[Any, Sequence[Any], dict[str, Any]], Any] | None = None
 
     def __torch_function__(
         self,
@@ -242,7 +243,7 @@ def _init_process_group(place: Place) -> Callable[[Any], Any]:
                 raise ValueError("trying to initialize the default process group twice!")
             count += 1
             # A program may leave the group and join again: the old addresses are under other names.
-            store = dist.PrefixStore(f"group {count}", place.store)
+            store = PrefixStore(f"group {count}", place.store)
             original("gloo", store=store, rank=place.rank, world_size=place.size, timeout=timeout)
 
         return init_process_group
@@ -304,7 +305,9 @@ def _compile(original: Any) -> Any:
 
 
 def _attention(original: Any) -> Any:
-    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def attention(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         kwargs.pop("dropout_p", None)
         if args:
             kwargs["is_causal"] = args[1] if len(args) > 1 else False
@@ -331,7 +334,16 @@ def _module_cuda(original: Any) -> Any:
 def _loader_init(original: Any) -> Any:
     """Return the constructor of a loader without processes of its own."""
     signature = inspect.signature(original)
-    of_workers = ["num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "pin_memory_device", "worker_init_fn"]
+    of_workers = [
+        "num_workers",
+        "pin_memory",
+        "prefetch_factor",
+        "persistent_workers",
+        "multiprocessing_context",
+        "timeout",
+        "pin_memory_device",
+        "worker_init_fn",
+    ]
 
     def init(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
@@ -378,6 +390,31 @@ def _fabric_init(place: Place) -> Callable[[Any], Any]:
         return called
 
     return replaced
+
+
+def _policy_init(original: Any) -> Any:
+    """Return the constructor of a policy of fully_shard that computes in float64.
+
+    Gradients that are reduced in less than the program computes in stay so: that may be a mistake.
+    """
+
+    def init(policy: Any, param_dtype: Any = None, reduce_dtype: Any = None, **others: Any) -> None:
+        computed = param_dtype or torch.float32
+        is_lower = reduce_dtype is not None and reduce_dtype.itemsize < computed.itemsize
+        others.pop("output_dtype", None)
+        original(policy, None, reduce_dtype if is_lower else None, **others)
+
+    return init
+
+
+def _set_divide_factor(original: Any) -> Any:
+    """Return the setter of a factor of gradients that is applied without NCCL's premultiplied sum."""
+
+    def set_gradient_divide_factor(module: Any, factor: float) -> None:
+        original(module, factor)
+        module.set_force_sum_reduction_for_comms(True)
+
+    return set_gradient_divide_factor
 
 
 def _without_mixed_precision(original: Any) -> Any:
@@ -454,14 +491,19 @@ def table(place: Place) -> list[Substitution]:
         Substitution("torch.cuda.nvtx:range_pop", _always(0), "there is no profiler"),
     ]
     no_dropout = "another draw in each process"
-    for name in ["dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"]:
+    for name in [
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+    ]:
         rows.append(Substitution(f"torch.nn.functional:{name}", _no_dropout, no_dropout))
     for name in ["dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"]:
         rows.append(Substitution(f"torch:{name}", _no_dropout, no_dropout))
     rows += [
-        Substitution(
-            "torch.nn.functional:scaled_dot_product_attention", _attention, no_dropout
-        ),
+        Substitution("torch.nn.functional:scaled_dot_product_attention", _attention, no_dropout),
         Substitution("torch.nn:RNNBase.__init__", _with(dropout=lambda _: 0.0), no_dropout),
         Substitution(
             "torch.amp.autocast_mode:autocast.__init__", _with(device_type=to_cpu), "as on a GPU"
@@ -477,6 +519,20 @@ def table(place: Place) -> list[Substitution]:
             "some need a GPU, and none changes float64",
         ),
     ]
+    rows.append(
+        Substitution(
+            "torch.distributed.fsdp:MixedPrecisionPolicy.__init__",
+            _policy_init,
+            "rounding in bf16 would explain too much",
+        )
+    )
+    rows.append(
+        Substitution(
+            "torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor",
+            _set_divide_factor,
+            "gloo has no premultiplied sum",
+        )
+    )
     rows.append(
         Substitution(
             "torch.nn.attention.flex_attention:_validate_device",

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -118,7 +119,7 @@ class Watcher:
         """Let what is computed and sent in the block be none of the script."""
         number = self._sends.number
         dtypes = set(self._sends.dtypes)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             yield
         self._sends.number = number
         self._sends.dtypes = dtypes
@@ -237,7 +238,7 @@ class Watcher:
             return args, kwargs
         if getattr(func, "__name__", "") == "__get__":
             return args, kwargs
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if self._depth:
                 if not self._params:
                     for root in self._roots:
@@ -364,9 +365,10 @@ class Watcher:
             for name, x in full_gradients(module, self._taken).items():
                 grads[prefix + name] = x
             for name, x in full_gradients(module, None).items():
-                same = grads.get(prefix + name)
-                is_same = same is not None and torch.equal(x, same)
-                given[prefix + name] = same if is_same else x  # sent to the parent once
+                taken = grads.get(prefix + name)
+                if taken is not None and torch.equal(x, taken):
+                    x = taken  # which goes to the parent once
+                given[prefix + name] = x
         return grads, given
 
 

@@ -1,5 +1,6 @@
 """DistributedDataParallel by torch.multiprocessing.spawn, with a trainer class, accumulation and a
-compiled model."""
+compiled model.
+"""
 
 import os
 import sys

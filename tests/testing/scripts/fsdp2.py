@@ -1,5 +1,6 @@
 """fully_shard in a loop as torchtitan's: a mesh, accumulation, tokens counted among all, clipping, a
-schedule."""
+schedule.
+"""
 
 import argparse
 import math
@@ -63,7 +64,9 @@ class Text(IterableDataset):
     def __iter__(self):
         draw = torch.Generator().manual_seed(self.rank)
         while True:
-            tokens = torch.randint(self.config.vocabulary, (self.config.length + 1,), generator=draw)
+            tokens = torch.randint(
+                self.config.vocabulary, (self.config.length + 1,), generator=draw
+            )
             labels = tokens[1:].clone()
             labels[: self.rank + 1] = -100
             yield {"input": tokens[:-1]}, labels

@@ -40,8 +40,12 @@ data = np.random.randint(0, 16, 500).astype(np.uint16)
 def get_batch(split):
     ix = torch.randint(len(data) - block_size, (batch_size,))
     x = torch.stack([torch.from_numpy(data[i : i + block_size].astype(np.int64)) for i in ix])
-    y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + block_size].astype(np.int64)) for i in ix])
-    return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
+    y = torch.stack(
+        [torch.from_numpy(data[i + 1 : i + 1 + block_size].astype(np.int64)) for i in ix]
+    )
+    return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(
+        device, non_blocking=True
+    )
 
 
 class GPT(nn.Module):

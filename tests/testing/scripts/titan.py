@@ -12,7 +12,6 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
@@ -29,6 +28,7 @@ for name in ("distributed.minimal_async_ep.kernels", "trainer"):
     sys.modules[f"torchtitan.{name}"] = _Absent(name)
 
 import spmd_types as spmd  # noqa: E402
+from torchtitan.components.loss import cross_entropy_loss  # noqa: E402
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
@@ -40,7 +40,7 @@ def main():
     parser.add_argument("--model", default="llama3")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
-    parser.add_argument("--backend", default="spmd_types")
+    parser.add_argument("--backend", default="partial_dtensor")
     parser.add_argument("--vocabulary", type=int, default=128)
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -98,10 +98,7 @@ def main():
             inputs, labels, extra = annotate_input_spmd_types(parallel_dims, inputs, labels, extra)
         with context():
             logits = model(inputs, **extra)
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="sum"
-            )
-            loss = loss / count
+            loss = cross_entropy_loss(logits, labels, global_vocab_size=args.vocabulary) / count
             with spmd.no_typecheck():
                 loss.backward()
         dist_utils.clip_grad_norm_(list(model.parameters()), 1.0)

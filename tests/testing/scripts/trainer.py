@@ -33,7 +33,9 @@ def main():
         tokens = torch.randint(64, (12,))
         labels = tokens.clone()
         labels[: row % 7] = -100
-        data.append({"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)})
+        data.append(
+            {"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)}
+        )
     arguments = TrainingArguments(
         output_dir="/tmp/trainer_of_certify",
         per_device_train_batch_size=2,
