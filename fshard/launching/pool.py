@@ -17,7 +17,7 @@ import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
@@ -54,6 +54,8 @@ class Processes:
         elastic: let the other processes go on when one dies or fails, and return the results of
             those that returned, in rank order. Each loss is one line on stderr. The call raises if
             none has returned, and in the other case of Note [Runs that lose processes].
+        preload: modules to import once, before the processes are forked from one that has imported
+            them. It has an effect if no other process has been forked so far.
 
         with Processes(2) as pool:
             pool.run(function, 1)
@@ -70,6 +72,7 @@ class Processes:
         fresh: bool = False,
         shown: bool = False,
         elastic: bool = False,
+        preload: Sequence[str] = (),
     ) -> None:
         if n < 1 or backend not in ("gloo", "nccl"):
             raise ValueError(
@@ -81,6 +84,7 @@ class Processes:
         self._is_spawned = fresh
         self._is_shown = shown
         self._is_elastic = elastic
+        self._preload = preload
         self._environment = variables_of_all(n, backend, environment or {})
         self._workers: list[Worker] = []
         # The store in use, and the one that processes still leave.
@@ -187,7 +191,13 @@ class Processes:
         try:
             for rank in range(self.n):
                 variables = {**self._environment, **variables_of(rank)}
-                worker = start(rank, variables, fresh=self._is_spawned, shown=self._is_shown)
+                worker = start(
+                    rank,
+                    variables,
+                    fresh=self._is_spawned,
+                    shown=self._is_shown,
+                    preload=self._preload,
+                )
                 self._workers.append(worker)
 
             reports = self._collect(time.monotonic() + START)

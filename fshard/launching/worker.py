@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -131,9 +131,16 @@ def stacks_of(workers: list[Worker], starts: list[int]) -> str:
 # -- starting a process ----------------------------------------------------------------------------
 
 
-def start(rank: int, variables: dict[str, str], *, fresh: bool, shown: bool) -> Worker:
+def start(
+    rank: int,
+    variables: dict[str, str],
+    *,
+    fresh: bool,
+    shown: bool,
+    preload: Sequence[str] = (),
+) -> Worker:
     """Start process `rank` with more environment variables; for the options see `Processes`."""
-    context = _context(fresh)
+    context = _context(fresh, preload)
     parent_end, child_end = context.Pipe()
     stderr = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115, the worker closes it
     # As a connection, since multiprocessing passes these on.
@@ -176,8 +183,10 @@ def _no_main() -> Generator[None]:
         sys.modules["__main__"] = main
 
 
-def _context(is_spawned: bool) -> ForkServerContext | SpawnContext:
+def _context(is_spawned: bool, preload: Sequence[str] = ()) -> ForkServerContext | SpawnContext:
     """Return how processes start: as new interpreters, or as forks of one that has imported torch.
+
+    That one imports more modules if no process has been forked before.
 
     That one has done nothing else, since a fork of a process with threads may hang. Only on Linux:
     a fork is not safe even then on macOS, and unknown on Windows.
@@ -185,7 +194,7 @@ def _context(is_spawned: bool) -> ForkServerContext | SpawnContext:
     if is_spawned or sys.platform != "linux":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", __name__])
+    context.set_forkserver_preload(["__main__", __name__, *preload])
     forkserver.ensure_running()
     return context
 

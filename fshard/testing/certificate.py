@@ -50,7 +50,6 @@ def first_of(rows: Sequence[CertificateRow]) -> CertificateRow | None:
         return None
     failures_of_stage = [row for row in failures if row.stage == failures[0].stage]
 
-
     def order(row: CertificateRow) -> tuple[int, bool, int]:
         return row.step or 0, row.verdict != "DIVERGENT", time_of(row.subject)
 

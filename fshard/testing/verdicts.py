@@ -204,9 +204,7 @@ def _row(
         return row
     step = comparison.step
     subject = comparison.subject
-    return row._replace(
-        reason=f"step {step}: the {subject} {reason}", step=step, subject=subject
-    )
+    return row._replace(reason=f"step {step}: the {subject} {reason}", step=step, subject=subject)
 
 
 def _verdict(
@@ -247,38 +245,41 @@ def _mistake(
 
     tolerance = comparison.tolerance
     factor = constant_factor(x, shards.same_elements_of(full), tolerance)
-    if factor is not None:
-        text = f"is {number_text(factor, tolerance)} times that of one device"
-        names = [name for name, n in counts.items() if _is_by_size(factor, n, tolerance)]
-        if names:
-            return f"{text}: {' or '.join(names)}"
-        # One number is always a multiple of another, so a factor explains it only by a size.
-        if full.numel() > 1 or not counts:
-            return text
-
+    by_factor = _factor_text(factor, full, counts, tolerance)
+    if by_factor:
+        return by_factor
     for name, rival in comparison.rivals.items():
         if rival is full or rival.shape != full.shape:
             continue
         if torch.allclose(x, shards.same_elements_of(rival), tolerance, 0.0):
             return f"is that of {name}"
+
     by_members = _factors_of_members(comparison, shards, full, member)
-    if by_members:
-        return by_members
-    difference = shards.first_difference(full, comparison.bound, member)
-    if full.numel() == 1 and factor is not None:
+    difference = by_members or shards.first_difference(full, comparison.bound, member)
+    if full.numel() == 1 and factor is not None and not by_members:
         difference += f", {number_text(factor, tolerance)} times"
     return difference
 
 
-def _factors_of_members(
-    comparison: Comparison, shards: Shards, full: Tensor, member: str
+def _factor_text(
+    factor: float | None, full: Tensor, counts: Mapping[str, int], tolerance: float
 ) -> str:
+    """Describe a factor and the numbers that it comes of; "" if it says nothing."""
+    if factor is None:
+        return ""
+    text = f"is {number_text(factor, tolerance)} times that of one device"
+    names = [name for name, n in counts.items() if _is_by_size(factor, n, tolerance)]
+    if names:
+        return f"{text}: {' or '.join(names)}"
+    # One number is always a multiple of another, so a factor explains it only by a size.
+    return text if full.numel() > 1 or not counts else ""
+
+
+def _factors_of_members(comparison: Comparison, shards: Shards, full: Tensor, member: str) -> str:
     """Describe the factors of members that have other ones; "" if a shard has none."""
     tolerance = comparison.tolerance
     factors: dict[int, float] = {}
-    for number, (shard, expected) in enumerate(
-        zip(shards.shards, shards.cut(full), strict=True)
-    ):
+    for number, (shard, expected) in enumerate(zip(shards.shards, shards.cut(full), strict=True)):
         x = shard.flatten()
         y = expected.flatten()
         if _largest_difference(x, y) <= comparison.bound:

@@ -1,5 +1,5 @@
-"""Small programs of torch.distributed, right ones and ones with published mistakes, for
-`certify_program`.
+"""Small programs of torch.distributed for `certify_program`: right ones, some of which look wrong, and
+ones with published mistakes.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class Experts(nn.Module):
 
     def __init__(self, rank, world, mistake=None):
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(9)  # no expert is empty, except for a rank
         self.router = nn.Linear(4, EXPERTS)
         self.mistake = mistake
         self.n = int(world)
@@ -1006,6 +1006,42 @@ def not_zeroed_on_one(rank, world):
     return model, square, rows_of(world.mesh), step
 
 
+def flat_parameters(rank, world):
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    model = mlp()
+    model[0] = FSDP(model[0], device_id=torch.device("cpu"))
+    model = FSDP(model, device_id=torch.device("cpu"))
+    return model, square, rows_of(world.mesh), updates(model)
+
+
+def loss_scale(rank, world):
+    model = DDP(mlp())
+    opt = torch.optim.AdamW(model.parameters(), 0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def loss(model, batch):
+        value = square(model, batch)
+        scaler.scale(value).backward()
+        return value
+
+    def step():
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+
+    return model, loss, rows_of(world.mesh), step
+
+
+def sparse_gradients(rank, world):
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 3)))
+    ids = torch.arange(8).chunk(world)[rank]
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    loss = lambda model, ids: model(ids).square().mean()  # noqa: E731
+    return model, loss, ids, lambda: (opt.step(), opt.zero_grad())
+
+
 RIGHT = {
     "fshard 1": (partial(by_fshard, stage=1), {"data": 2}, {}),
     "fshard 3": (by_fshard, {"data": 4}, {}),
@@ -1041,7 +1077,48 @@ RIGHT = {
     "pipeline by hand": (pipeline, {"pipe": 2}, {}),
     "experts": (experts, {"expert": 2}, {}),
     "experts of 4, clipped": (partial(experts, clip=0.1), {"expert": 4}, {}),
+    **{
+        f"{family}, {by}": (partial(transformer, family=family, by=by), {"data": 2}, {})
+        for family, by in (
+            ("llama", "ddp"),
+            ("gpt2", "fully_shard"),
+            ("bert", "ddp"),
+            ("t5", "fully_shard"),
+            ("mixtral", "fully_shard"),
+            ("llama", "fsdp1"),
+        )
+    },
+    **{
+        f"returns {name}": (partial(transformer, returns=name), {"data": 2}, {}) for name in RETURNS
+    },
+    "flat parameters": (flat_parameters, {"data": 2}, {}),
+    "loader": (by_loader, {"data": 2}, {}),
+    "dict that is emptied": (by_dict_that_is_emptied, {"data": 2}, {}),
+    "zero_grad in the loss": (zero_in_the_loss, {"data": 2}, {}),
+    "reduced in step": (reduced_in_step, {"data": 2}, {}),
+    "averaged parameters": (averaged_parameters, {"data": 2}, {}),
+    "share of the mean": (share_of_the_mean, {"data": 2}, {}),
+    "weighted by tokens": (weighted_by_tokens, {"data": 2}, {}),
+    "context parallel": (context_parallel, {"context": 2}, {}),
+    "context parallel, zigzag": (partial(context_parallel, zigzag=True), {"context": 2}, {}),
+    "declared split": (other_columns, {"columns": 2}, {"splits": {"columns": 1}}),
+    "tied stages": (tied_stages, {"pipe": 2}, {}),
+    "fused columns": (fused_columns, {"model": 2}, {}),
+    "fused columns of equal sizes": (partial(fused_columns, sizes=(4, 4, 4)), {"model": 2}, {}),
+    "declared parts": (
+        partial(fused_columns, starts_at_zero=True),
+        {"model": 2},
+        {"parts": {"*.bias": (8, 4, 4)}},
+    ),
+    "experts in columns": (experts_in_columns, {"expert": 2, "tensor": 2}, {}),
+    "shard of zeros": (shard_of_zeros, {"data": 2, "model": 2}, {}),
+    "update in bfloat16": (orthogonalized, {"data": 2}, {}),
+    "gradient of rounding": (zero_gradient, {"data": 2}, {}),
+    "declared dtype": (sent_in_bfloat16, {"data": 2}, {"dtype": torch.bfloat16}),
+    "loss scale": (loss_scale, {"data": 2}, {}),
+    "sparse gradients": (sparse_gradients, {"data": 2}, {}),
 }
+
 WRONG = {  # program, axes, a leaf that diverges, a part of its reason
     "times experts' axis": (
         partial(experts, mistake="times experts' axis"),
@@ -1058,7 +1135,7 @@ WRONG = {  # program, axes, a leaf that diverges, a part of its reason
     "norm without experts": (
         partial(experts, mistake="norm", clip=0.1),
         {"expert": 2},
-        "experts.3",
+        "router.weight",
         "times that of one device",
     ),
     "detached router": (
@@ -1088,4 +1165,83 @@ WRONG = {  # program, axes, a leaf that diverges, a part of its reason
         "first.0.weight",
         "is 0.5 times",
     ),
+    **{
+        f"sent in bfloat16 by {by}": (
+            partial(sent_in_bfloat16, by=by),
+            {"data": 2},
+            "reductions",
+            "in bfloat16",
+        )
+        for by in ("hand", "hook", "policy")
+    },
+    "frozen on one": (frozen_on_one, {"data": 2}, "0.bias", "the gradient"),
+    "times the rank": (
+        partial(scaled, by=times_of_rank),
+        {"data": 2},
+        "2.weight",
+        "the gradient is multiplied on some, rank 1: 2 times",
+    ),
+    "times all axes": (
+        partial(scaled, by=times_all),
+        {"data": 2, "replica": 2},
+        "2.weight",
+        "the gradient is 4 times that of one device: the size of data x replica",
+    ),
+    "times a third": (
+        partial(scaled, by=times_third),
+        {"data": 2},
+        "2.weight",
+        "the gradient is 0.333333 (1/3) times",
+    ),
+    "accumulation": (
+        not_divided_by_accumulation,
+        {"data": 2},
+        "2.weight",
+        "is 2 times that of one device: the size of data or the number of backward calls in a step",
+    ),
+    "tiny gradient": (tiny_and_wrong, {"data": 2}, "tiny", "the gradient is 2 times"),
+    "off by little": (off_by_little, {"data": 2}, "2.bias", "the gradient first differs at [0]"),
+    "local clipping": (
+        local_clipping,
+        {"data": 2},
+        "2.weight",
+        "the gradient that the optimizer is given is",
+    ),
+    "one steps not": (
+        one_steps_not,
+        {"data": 2},
+        "2.weight",
+        "the change of the parameter is multiplied on some, rank 1: 0 times",
+    ),
+    "summed in step": (
+        partial(reduced_in_step, divides=False),
+        {"data": 2},
+        "2.weight",
+        "the gradient that the optimizer is given is 2 times",
+    ),
+    "parameters averaged after Adam": (
+        partial(averaged_parameters, optimizer=torch.optim.Adam),
+        {"data": 2},
+        "2.weight",
+        "differs along data, where the mean over ranks is that of one process: it is not reduced",
+    ),
+    "weighted by ranks": (
+        partial(weighted_by_tokens, by_ranks=True),
+        {"data": 2},
+        "loss",
+        "the loss is",
+    ),
+    "context not reduced": (
+        partial(context_parallel, forgets=True),
+        {"context": 2},
+        "head.weight",
+        "it is not reduced",
+    ),
+    "tied stages not summed": (
+        partial(tied_stages, forgets=True),
+        {"pipe": 2},
+        "head.weight",
+        "the gradient",
+    ),
+    "loss by the rank's number": (numbers_of_ranks, {"data": 2}, "loss", "the loss is"),
 }

@@ -1,8 +1,9 @@
-"""`certify_program`: 20 right programs are accepted, ten published mistakes found; errors; the
+"""`certify_program`: right programs are accepted, published mistakes found at their causes; errors; the
 command.
 """
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fshard.command import main
 from fshard.errors import PromiseError
 from fshard.launching import pool
 from fshard.testing import certify_program
+from fshard.testing.programs.source import program_named
 from tests.testing import programs
 from tests.testing.programs import RIGHT, WRONG, ddp, mlp, rows_of, square, updates
 
@@ -28,8 +30,10 @@ def test_right_programs_are_accepted(certified, name):
 def test_published_mistakes_are_found(certified, name):
     program, axes, leaf, reason = WRONG[name]
     certificate = certified(program, axes, check=False)
+    assert certificate.first.verdict == "DIVERGENT" and certificate.first.step == 0
     (row,) = (row for row in certificate.rows if row.leaf == leaf)
-    assert row.verdict == "DIVERGENT" and row.step == 0 and reason in row.reason
+    assert row.verdict == "DIVERGENT" and row.step == 0
+    assert reason in row.reason
     with pytest.raises(AssertionError, match="the sharded run is not the run on one device"):
         certificate.check()
 
@@ -44,6 +48,68 @@ def test_several_meshes_and_wrappers_of_names(certified):
         "2.weight",
         "2.bias",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "leaf"),
+    [
+        ("times the rank", "2.weight"),
+        ("detached router", "router.weight"),
+        ("norm without experts", "experts.3"),
+        ("frozen on one", "0.bias"),
+        ("swapped", "experts.3"),
+    ],
+)
+def test_the_first_leaf_is_that_of_the_backward(certified, name, leaf):
+    """The layer that is used last has its gradient first; a gradient comes before the change."""
+    program, axes, *_ = WRONG[name]
+    assert certified(program, axes, check=False).first.leaf == leaf
+
+
+def test_gradients_are_named_before_changes_under_adam(certified):
+    rows = certified(partial(programs.scaled, by=programs.times_all), {"data": 2}, check=False).rows
+    assert {row.subject for row in rows if row.leaf != "loss"} == {"gradient"}
+
+
+def test_values_are_printed_until_they_differ(certified):
+    first = certified(programs.off_by_little, {"data": 2}, check=False).first
+    value, _, other = first.reason.partition(": ")[2].partition("]: ")[2].partition(" instead of ")
+    assert value != other.partition(" ")[0] and float(value) == pytest.approx(
+        float(other.partition(" ")[0]), rel=1e-6
+    )
+
+
+def test_what_is_accepted_is_said(certified):
+    share = certified(programs.share_of_the_mean, {"data": 2})
+    assert "each rank returns a share of the loss: 1 / the size of data" in share.rows[0].reason
+    reduced = certified(programs.reduced_in_step, {"data": 2})
+    assert "step() changes gradients; what the optimizer is given agrees" in reduced.rows[1].reason
+    low = certified(RIGHT["fully_shard, bf16"][0], {"data": 2})
+    assert low.notes == ("Bounds are those of torch.bfloat16, in which it computes or sends.",)
+
+
+@pytest.mark.parametrize(
+    ("program", "axes", "note"),
+    [
+        (programs.tensor_parallel, {"model": 2}, "Batches are equal along model, so its ranks"),
+        (programs.dtensors, {"data": 2}, "WARNING: batches are equal along data, so its ranks"),
+        (
+            partial(programs.by_loader, sampled=False),
+            {"data": 2},
+            "WARNING: batches are equal along data",
+        ),
+    ],
+)
+def test_equal_batches_are_said(certified, program, axes, note):
+    certificate = certified(program, axes)
+    assert any(note in text for text in certificate.notes)
+    assert note in " ".join(str(certificate).split())
+    assert note in json.loads(certificate.json())["notes"][0]
+
+
+def test_a_rank_that_keeps_gradients_is_named(certified):
+    first = certified(programs.not_zeroed_on_one, {"data": 2}, check=False).first
+    assert first.step == 1 and "it was not 0 when the step began on rank 1" in first.reason
 
 
 def unequal_rows(rank, world):
@@ -81,6 +147,39 @@ def unseeded(rank, world):
 def draws(rank, world):
     model = nn.Sequential(mlp(), nn.Dropout(0.5))
     return model, square, rows_of(world.mesh), updates(model)
+
+
+def draws_without_a_loss(rank, world):
+    model = nn.Sequential(mlp(), nn.Dropout(0.5))
+    loss = lambda model, batch: square(model, batch).backward()  # noqa: E731
+    return model, loss, rows_of(world.mesh), updates(model)
+
+
+def draws_in_step(rank, world):
+    model = mlp()
+
+    def step():
+        for x in model.parameters():
+            x.data += torch.randn_like(x)
+            x.grad = None
+
+    return model, square, rows_of(world.mesh), step
+
+
+def returns_three(rank, world):
+    return nn.Linear(4, 3), 1, 2
+
+
+def returns_a_text(rank, world):
+    model = mlp()
+    return model, lambda model, batch: "loss", rows_of(world.mesh), updates(model)
+
+
+def numbers_without_rows(rank, world):
+    """The batch of one process is no batch of all, and has no number for all."""
+    model = mlp()
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
+    return model, lambda model, batch: model(batch[0]).mean(), (x, 1.0 + rank), updates(model)
 
 
 def ends(rank, world):
@@ -122,8 +221,30 @@ def other_widths(rank, world):
         (draws, PromiseError, "the loss draws random numbers"),
         (ends, ZeroDivisionError, "in the program"),
         (trains_nothing, PromiseError, "must train parameters"),
-        (other_start, PromiseError, r"on mesh data=2 .* got other .* 0.bias"),
-        (other_widths, ValueError, "must differ in rows only"),
+        (other_start, PromiseError, r"on mesh data=2 .* got 0.bias \(other values on rank 0, 1\)"),
+        (other_widths, ValueError, "along data the batches of processes must differ in rows only"),
+        (programs.half_a_parameter, PromiseError, r"w \(shards of \[2, 3\] that are not all of"),
+        (
+            programs.keeps_gradients,
+            PromiseError,
+            "gradients must be 0 when a step begins; got those",
+        ),
+        (programs.keeps_and_detaches, PromiseError, "gradients must be 0 when a step begins"),
+        (
+            programs.moves_nothing,
+            PromiseError,
+            "step\\(\\) must update parameters; got the same ones",
+        ),
+        (partial(programs.by_loader, rows=8), PromiseError, "batch for each of 3 steps; got 1"),
+        (
+            returns_three,
+            TypeError,
+            r"must return \(model, loss, batch, step\).*got \(Linear, int, int\)",
+        ),
+        (returns_a_text, TypeError, "must return a number, None, a dict with 'loss'"),
+        (draws_in_step, PromiseError, "must update alike when it is repeated; got other values"),
+        (draws_without_a_loss, PromiseError, "the loss draws random numbers"),
+        (numbers_without_rows, ValueError, r"got 1.0 and 2.0. Give numbers that differ as tensors"),
     ],
 )
 def test_what_cannot_be_certified_raises(certified, program, error, text, monkeypatch):
@@ -165,6 +286,69 @@ def mistaken(rank, world):
     model, loss, x, step = program(rank, world)
     return model, lambda model, x: world * loss(model, x), x, step
 """
+
+
+OTHER = """
+from functools import partial
+def three(rank, world, model): return 1
+def none(): return 1
+def by_words(rank, *, world): return 1
+def three_with_default(rank, world, model=None): return 1
+def any_number(*args): return 1
+made = partial(three, model=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["{}/train.py"], "must be FILE:NAME, such as train.py:program, of a function"),
+        (["{}/train.py:"], "Name the function, as train.py:program"),
+        (["{}/missing.py:program"], "got no file"),
+        (["{}:program"], "got no file"),
+        (["train.py:program"], "got no file 'train.py'"),
+        (["{}/train.py:other"], "got no function 'other' in"),
+        (["{}/other.py:three"], "got three(rank, world, model). Write def three(rank, world)"),
+        (["{}/other.py:none"], "got none(). Write def none(rank, world)"),
+        (["{}/other.py:by_words"], "got by_words(rank)"),
+        (["{}/text.py:program"], "must be a Python file; got"),
+        (["{}/train.py:program", "--split", "context"], "a split must be like context=1"),
+        (["{}/train.py:program", "--parts", "*.qkv=a"], "parts must be like *.qkv.bias=64,16,16"),
+    ],
+)
+def test_the_command_refuses_other_forms_in_one_line(
+    tmp_path, capsys, monkeypatch, arguments, text
+):
+    """No process has started by then."""
+    monkeypatch.setattr(pool, "start", None)
+    (tmp_path / "train.py").write_text(FILE)
+    (tmp_path / "other.py").write_text(OTHER)
+    (tmp_path / "text.py").write_text("this is no Python")
+    arguments = [argument.format(tmp_path) for argument in arguments]
+    assert main(["certify", *arguments, "--mesh", "data=2"]) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["three_with_default", "any_number", "made"])
+def test_programs_that_take_two_arguments_are_named(tmp_path, name):
+    (tmp_path / "other.py").write_text(OTHER)
+    assert program_named(f"{tmp_path}/other.py:{name}").name == name
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"splits": {"context": 1}},
+            "splits must be dims from 0 by axes of the mesh; got context=1",
+        ),
+        ({"parts": {"*.qkv": (2, 2)}}, r"parts must be of parameters; got '\*.qkv'"),
+    ],
+)
+def test_options_that_fit_nothing_raise(certified, options, text):
+    with pytest.raises(ValueError, match=text):
+        certified(ddp, {"data": 2}, **options)
 
 
 def test_the_command_prints_the_certificate(tmp_path, capsys):

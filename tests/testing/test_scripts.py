@@ -122,16 +122,16 @@ def test_command_runs_a_script_with_its_arguments(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.py"], "Write fshard certify train.py:program or fshard certify --run train.py"),
-        (["absent.py:program"], "got absent.py, which is none"),
-        (["--run", "absent.py"], "got absent.py, which is none"),
+        ([__file__], "certify the script as it is: --run test_scripts.py"),
+        (["absent.py:program"], "got no file 'absent.py'"),
+        (["--run", "absent.py"], "--run must name a script; got no file 'absent.py'"),
         ([], "must be FILE:NAME or --run FILE; got neither"),
         (["a.py:f", "--run", "b.py"], "got a.py:f and b.py"),
-        ([f"{__file__}:" + "absent" * 2], "must have a function absentabsent"),
-        ([f"{__file__}:one_argument"], "must take (rank, world)"),
+        ([f"{__file__}:" + "absent" * 2], "got no function 'absentabsent'"),
+        ([f"{__file__}:one_argument"], "got one_argument(rank)"),
         (["--run", __file__, "--steps", "0"], "--steps must be >= 1; got 0"),
         ([f"{__file__}:one_argument", "--", "--lr", "1"], "arguments of a script need --run"),
-        (["--run", __file__, "--split", "context"], "--split must be like context=1"),
+        (["--run", __file__, "--split", "context"], "a split must be like context=1"),
     ],
 )
 def test_command_lines_that_say_nothing_end_with_one_line(capsys, words, message):

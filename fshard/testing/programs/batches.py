@@ -1,9 +1,9 @@
 """The batch of the run in one process, made of those of the processes.
 
-    equal along model, other rows along data       the rows of all, in the order of ranks
-    other columns along context                    the same, by splits={"context": 1}
-    the program's own batch in one process has     that one: the program knows how it is split
-    the elements of all
+equal along model, other rows along data       the rows of all, in the order of ranks
+other columns along context                    the same, by splits={"context": 1}
+the program's own batch in one process has     that one: the program knows how it is split
+the elements of all
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout import PyTree, flatten
+from fshard.mesh.layout import flatten
 from fshard.testing.programs.record import RankRecord
 
 Axes = Mapping[str, int]
@@ -36,7 +36,7 @@ def equal_axes(ranks: Sequence[RankRecord], axes: Axes) -> list[str]:
     for number, (name, size) in enumerate(axes.items()):
         is_equal = True
         for coordinates, leaves in groups.items():
-            first = groups[coordinates[:number] + (0,) + coordinates[number + 1 :]]
+            first = groups[(*coordinates[:number], 0, *coordinates[number + 1 :])]
             is_equal = is_equal and are_equal(first, leaves)
         if is_equal and size > 1:
             equal.append(name)
@@ -79,15 +79,15 @@ def joined_batches(
     return batches
 
 
-def _joined(
-    groups: Mapping[Coordinates, Leaves], axes: Axes, splits: Mapping[str, int]
-) -> Leaves:
+def _joined(groups: Mapping[Coordinates, Leaves], axes: Axes, splits: Mapping[str, int]) -> Leaves:
     """Join batches axis by axis, the last one first: coordinates lose their last one, until one is left."""
-    for name in reversed(axes):
+    for name in reversed(list(axes)):
         lines: dict[Coordinates, list[Leaves]] = {}
         for coordinates, leaves in groups.items():
             lines.setdefault(coordinates[:-1], []).append(leaves)
-        groups = {key: _concatenated(line, name, splits.get(name, 0)) for key, line in lines.items()}
+        groups = {
+            key: _concatenated(line, name, splits.get(name, 0)) for key, line in lines.items()
+        }
     return groups[()]
 
 

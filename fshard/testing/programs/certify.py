@@ -28,6 +28,14 @@ UNSEEN = (
 SECOND_OF_ONE = -1
 """The key of a second pool of one process, which runs beside the first."""
 
+PRELOADED = (
+    "fshard.testing.programs.record",
+    "torch.distributed.fsdp",
+    # Any optimizer of torch imports it.
+    "torch._dynamo",
+)
+"""What most programs import, which takes longer than all else that a process does."""
+
 
 def certify_program(
     program: Program,
@@ -97,6 +105,14 @@ def certify_program(
             f"{steps=}, {dtype=}."
         )
 
+    names = {name for axes in meshes for name in axes}
+    for axis, dim in (splits or {}).items():
+        if axis not in names or dim < 0:
+            raise ValueError(
+                "certify_program: splits must be dims from 0 by axes of the mesh; got "
+                f"{axis}={dim}, and axes {', '.join(sorted(names))}."
+            )
+
     rows: list[CertificateRow] = []
     notes: list[str] = []
     with ExitStack() as stack:
@@ -126,7 +142,7 @@ class _Pools:
     def start(self, n: int, fn: Callable[..., Any], *args: Any) -> Future[list[Any]]:
         """Run a function in n processes, beside what the caller does."""
         if n not in self._pools:
-            pool = Processes(max(n, 1), timeout=self._timeout)
+            pool = Processes(max(n, 1), timeout=self._timeout, preload=PRELOADED)
             if not self._is_given:
                 self._stack.callback(pool.close)
             self._pools[n] = pool

@@ -7,35 +7,18 @@ fshard certify --run train.py --mesh data=2 -- --lr 0.1    a script as torchrun 
 from __future__ import annotations
 
 import argparse
-import ast
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fshard.rounding import TOLERANCES
 from fshard.testing.certificate import Certificate
 from fshard.testing.programs.certify import certify_program
+from fshard.testing.programs.source import program_named
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCES}
-
-
-class FromFile(NamedTuple):
-    """A program that is a function in a file: the file is imported in each process."""
-
-    path: str
-    name: str
-
-    def __call__(self, rank: int, world: Any) -> Any:
-        """Import the file, and call the program."""
-        spec = spec_from_file_location("certified_program", self.path)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"certify: {self.path} must be a Python file.")
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return getattr(module, self.name)(rank, world)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -54,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
         else:
             certificate = _certified_script(options, meshes, of_script)
     except UsageError as error:
-        sys.stderr.write(f"fshard certify: {error}\n")
+        sys.stderr.write(f"{error}\n")
         return 2
     except Exception as error:
         notes = getattr(error, "__notes__", ())
@@ -67,8 +50,11 @@ def run(arguments: Sequence[str]) -> int:
     return 0 if certificate.ok else 1
 
 
-class UsageError(Exception):
+class UsageError(ValueError):
     """A command line that says nothing that can be run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"fshard certify: {text}")
 
 
 def _divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -91,13 +77,17 @@ def _certified_program(
         raise UsageError("what to certify must be FILE:NAME or --run FILE; got neither.")
     if of_script or options.alone is not None:
         raise UsageError("arguments of a script need --run FILE.")
-    path, name = program_of(options.program)
+    try:
+        program = program_named(options.program)
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error).removeprefix("fshard certify: ")) from None
     return certify_program(
-        FromFile(path, name),
+        program,
         meshes,
         steps=options.steps or 3,
         dtype=_dtype(options),
-        splits=_splits(options.split),
+        splits=dict([_split(text) for text in options.split]),
+        parts=dict([_parts(text) for text in options.parts]),
         timeout=options.timeout or 60.0,
     )
 
@@ -112,7 +102,8 @@ def _certified_script(
             f"what to certify must be one of FILE:NAME and --run FILE; got {options.program} and "
             f"{options.run}. Arguments of the script stand behind --."
         )
-    _validate_file(options.run)
+    if not Path(options.run).is_file():
+        raise UsageError(f"--run must name a script; got no file {options.run!r}.")
     return certify_script(
         options.run,
         meshes,
@@ -120,73 +111,14 @@ def _certified_script(
         steps=options.steps or 2,
         alone=None if options.alone is None else shlex.split(options.alone),
         dtype=_dtype(options),
-        splits=_splits(options.split),
+        splits=dict([_split(text) for text in options.split]),
+        parts=dict([_parts(text) for text in options.parts]),
         timeout=options.timeout or 180.0,
     )
 
 
 def _dtype(options: argparse.Namespace) -> Any:
     return None if options.dtype is None else DTYPES[options.dtype]
-
-
-def program_of(text: str) -> tuple[str, str]:
-    """Return the path and the name of a program; raise one line if there is none.
-
-    The file is not run: the names at its top level are read.
-    """
-    path, _, name = text.rpartition(":")
-    if not path or not name.isidentifier():
-        raise UsageError(
-            f"what to certify must be FILE:NAME, of a function program(rank, world), or --run FILE, "
-            f"a script of torchrun; got {text}. Write fshard certify {text}:program or fshard "
-            f"certify --run {text}."
-        )
-    _validate_file(path)
-    try:
-        tree = ast.parse(Path(path).read_text())
-    except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{path} must be a Python file; got {error}.") from None
-
-    functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
-    function = functions.get(name)
-    if function is not None:
-        _validate_arguments(path, function)
-    elif not {name, "*"} & _bound_names(tree):
-        found = ", ".join(functions) or "none"
-        raise UsageError(
-            f"{path} must have a function {name}(rank, world); got the functions {found}."
-        )
-    return str(Path(path).resolve()), name
-
-
-def _bound_names(tree: ast.Module) -> set[str]:
-    """Return the names that a file binds, anywhere in it: it may be by an import or an assignment."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            names.add(node.id)
-        elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(node.name)
-    return names
-
-
-def _validate_arguments(path: str, function: ast.FunctionDef) -> None:
-    arguments = function.args
-    names = [x.arg for x in (*arguments.posonlyargs, *arguments.args)]
-    needed = len(names) - len(arguments.defaults)
-    takes_two = needed <= 2 and (len(names) >= 2 or arguments.vararg is not None)
-    if not takes_two:
-        raise UsageError(
-            f"a program must take (rank, world) and return (model, loss, batch, step); got "
-            f"{path}:{function.name}({', '.join(names)})."
-        )
-
-
-def _validate_file(path: str) -> None:
-    if not Path(path).is_file():
-        raise UsageError(f"a program must be in a file; got {path}, which is none.")
 
 
 def _axes(text: str) -> dict[str, int]:
@@ -205,19 +137,29 @@ def _axes(text: str) -> dict[str, int]:
     return axes
 
 
-def _splits(texts: Sequence[str]) -> dict[str, int]:
-    """Return the dims that are split along axes.
+def _split(text: str) -> tuple[str, int]:
+    """Return an axis and the dim of batches that is split along it.
 
-    >>> _splits(["context=1"])
-    {'context': 1}
+    >>> _split("context=1")
+    ('context', 1)
     """
-    splits: dict[str, int] = {}
-    for text in texts:
-        name, _, dim = text.partition("=")
-        if not name.isidentifier() or not dim.isdecimal():
-            raise UsageError(f"--split must be like context=1; got {text!r}.")
-        splits[name] = int(dim)
-    return splits
+    axis, _, dim = text.partition("=")
+    if not axis.isidentifier() or not dim.isdecimal():
+        raise UsageError(f"a split must be like context=1; got {text!r}.")
+    return axis, int(dim)
+
+
+def _parts(text: str) -> tuple[str, tuple[int, ...]]:
+    """Return the names of parameters and the rows of their parts.
+
+    >>> _parts("*.qkv.bias=64,16,16")
+    ('*.qkv.bias', (64, 16, 16))
+    """
+    pattern, _, rows = text.rpartition("=")
+    are_numbers = all(number.isdecimal() for number in rows.split(","))
+    if not pattern or not are_numbers:
+        raise UsageError(f"parts must be like *.qkv.bias=64,16,16; got {text!r}.")
+    return pattern, tuple([int(number) for number in rows.split(",")])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -254,6 +196,13 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="AXIS=DIM",
         help="the dim of batches that is split along an axis, such as context=1",
+    )
+    parser.add_argument(
+        "--parts",
+        action="append",
+        default=[],
+        metavar="NAMES=ROWS",
+        help="the rows of each part of fused parameters, such as '*.qkv.bias=64,16,16'",
     )
     parser.add_argument("--timeout", type=float, help="seconds for each mesh: 60, of a script 180")
     parser.add_argument("--json", help="a file for the certificate")

@@ -1,11 +1,12 @@
 """The comparison of a run in processes with one in a single process, in the order of time.
 
-    loss ─> gradients, those of the last layer first ─> what optimizers are given ─> changes
+loss ─> gradients, those of the last layer first ─> what optimizers are given ─> changes
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import combinations
 from math import prod
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from fshard.rounding import TOLERANCES, bound_of, largest
 from fshard.testing.certificate import CertificateRow
 from fshard.testing.programs.batches import Axes, coordinates_of, equal_axes, rows_at
 from fshard.testing.programs.layouts import Parts, Slices, slices_of
-from fshard.testing.programs.record import RankRecord, Tensors
+from fshard.testing.programs.record import RankRecord
 from fshard.testing.verdicts import Comparison, Shards, constant_factor, judge, number_text
 
 DATA_AXES = ("data", "dp", "replica", "replicate", "fsdp", "ddp", "shard", "batch")
@@ -42,7 +43,9 @@ def judge_ranks(
         parts: see `certify_program`.
     """
     mesh = mesh_text(axes)
-    run = _Run(axes, ranks, single, _layouts(axes, ranks, single, parts or {}), _Dtypes(ranks, dtype))
+    run = _Run(
+        axes, ranks, single, _layouts(axes, ranks, single, parts or {}), _Dtypes(ranks, dtype)
+    )
     rows = judge(run.comparisons(), mesh, run.counts(), "rank")
     return [*run.dtypes.rows(mesh), *rows]
 
@@ -66,7 +69,9 @@ def notes_on(
     dtypes = _Dtypes(ranks, dtype)
     lower = [str(dtype) for dtype in dtypes.seen if dtype not in dtypes.undeclared]
     if lower:
-        notes.append(f"Bounds are those of {', '.join(sorted(lower))}, in which it computes or sends.")
+        notes.append(
+            f"Bounds are those of {', '.join(sorted(lower))}, in which it computes or sends."
+        )
     if all(loss is None for loss in single.losses):
         notes.append("The program returns no loss, so gradients and parameters alone are compared.")
     return notes
@@ -86,7 +91,16 @@ def _layouts(
     for run in (single, *ranks):
         names.update(dict.fromkeys(run.start))
         trained |= run.start.keys() - run.frozen
-    ordered = [name for name in names if name in trained and not _is_second_name(name, ranks, single)]
+    ordered = [
+        name for name in names if name in trained and not _is_second_name(name, ranks, single)
+    ]
+
+    for pattern in parts:
+        if not any(fnmatchcase(name, pattern) for name in ordered):
+            raise ValueError(
+                f"certify_program: parts must be of parameters; got {pattern!r}, which no name has. "
+                f"Names are {', '.join(ordered)}."
+            )
 
     layouts: dict[str, Slices] = {}
     different: list[str] = []
@@ -214,12 +228,15 @@ class _Run(NamedTuple):
         gradient = self._gradient(step, name, slices, largest_of_all)
         given = self._given(step, name, slices, largest_of_all)
 
-        is_exact = self.dtypes.of_gradients == torch.float64
-        if gradient is not None and is_exact and _is_small_multiple(gradient):
-            gradient = gradient._replace(bound=0.0)
+        if self.dtypes.of_gradients == torch.float64:
+            gradient = _strict_for_multiples(gradient)
+            given = _strict_for_multiples(given)
         if gradient is not None and not gradient.is_within_bound():
-            is_given_right = given is not None and self._is_given_everywhere(step, name, slices)
-            is_given_right = is_given_right and given.is_within_bound()
+            is_given_right = (
+                given is not None
+                and given.is_within_bound()
+                and self._is_given_everywhere(step, name, slices)
+            )
             if is_given_right and change.is_within_bound():
                 gradient = gradient._replace(shards=None, full=None, note=_DIVIDED_LATER)
             elif self._is_local(gradient):
@@ -406,7 +423,6 @@ class _Run(NamedTuple):
             scales = {s for s in scales if _is_near(s * total, expected, gradient.bound)}
         return min(scales, default=None)
 
-
     def _unreduced_text(self, scale: float, gradient: Comparison) -> str:
         """Describe gradients of which a multiple of the sum over ranks is right."""
         what = "sum" if scale == 1.0 else f"sum times {number_text(scale, 1e-9)}"
@@ -440,19 +456,20 @@ _DIVIDED_LATER = "step() changes gradients; what the optimizer is given agrees"
 _REDUCED_LATER = "gradients are reduced in step(); what comes of them is compared"
 
 
-def _is_small_multiple(gradient: Comparison) -> bool:
-    """Return True if a gradient as small as rounding is a multiple of that of one process.
+def _strict_for_multiples(gradient: Comparison | None) -> Comparison | None:
+    """Take the bound from a gradient as small as rounding that is a multiple of that of one process.
 
     Rounding makes no multiples.
     """
-    shards = gradient.shards
+    if gradient is None or gradient.shards is None or gradient.full is None:
+        return gradient
+    x = gradient.shards.flattened()
     full = gradient.full
-    assert shards is not None and full is not None
-    is_comparable = full.numel() > 1 and bool(full.any()) and gradient.is_within_bound()
-    if not is_comparable or not shards.flattened().any():
-        return False
-    x = shards.flattened()
-    return constant_factor(x, shards.same_elements_of(full), gradient.tolerance) is not None
+    is_comparable = full.numel() > 1 and bool(full.any()) and bool(x.any())
+    if not is_comparable or not gradient.is_within_bound():
+        return gradient
+    factor = constant_factor(x, gradient.shards.same_elements_of(full), gradient.tolerance)
+    return gradient if factor is None else gradient._replace(bound=0.0)
 
 
 def _has_kept(record: RankRecord, step: int, name: str) -> bool:

@@ -1,10 +1,10 @@
 """The elements of a parameter that each rank has, found by the values before the first step.
 
-    the full parameter                            all ranks
-    a shard of a dim along an axis                weight[0:4] on model=0, weight[4:8] on model=1
-    the same of each of several parts             q, k and v in one weight
-    shards of two dims, or of one by two axes     experts on one axis, columns on another
-    any rows or columns                           found one by one
+the full parameter                            all ranks
+a shard of a dim along an axis                weight[0:4] on model=0, weight[4:8] on model=1
+the same of each of several parts             q, k and v in one weight
+shards of two dims, or of one by two axes     experts on one axis, columns on another
+any rows or columns                           found one by one
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def _candidates(
             yield _cut(full, list(pair), axes, starts)
     for dim in range(full.ndim):
         found = {rank: _matched(full, x, dim) for rank, x in starts.items()}
-        slices = {rank: Slice(((dim, index),)) for rank, index in found.items() if index is not None}
+        slices = {
+            rank: Slice(((dim, index),)) for rank, index in found.items() if index is not None
+        }
         if len(slices) == len(starts):
             yield slices
 

@@ -22,6 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fshard.mesh.layout import flatten
+
+# Torch has no public way to these: a function of its engine, and operators that torch itself calls.
+autograd: Any = torch.autograd
+_torch: Any = torch
+
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 """What a program may compute in besides float64."""
 
@@ -95,17 +101,17 @@ class InFloat64(TorchFunctionMode):
         Torch takes a mode away while a function runs that the mode was called for. A backward runs
         what belongs to programs: hooks of gradients, and layers that are computed again.
         """
-        engine = torch.autograd._engine_run_backward
+        engine = autograd._engine_run_backward
 
         def run(*arguments: Any, **options: Any) -> Any:
             with self:
                 return engine(*arguments, **options)
 
-        torch.autograd._engine_run_backward = run
+        autograd._engine_run_backward = run
         try:
             return func(*args, **kwargs)
         finally:
-            torch.autograd._engine_run_backward = engine
+            autograd._engine_run_backward = engine
 
 
 def widen(x: Any) -> None:
@@ -137,7 +143,11 @@ def _drawn(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         if dtype is None and is_like:
             dtype = args[0].dtype
         is_float32 = func is not torch.normal and dtype in (None, torch.float32, torch.float64)
-        x = func(*args, **{**kwargs, "dtype": torch.float32}) if is_float32 else func(*args, **kwargs)
+        x = (
+            func(*args, **{**kwargs, "dtype": torch.float32})
+            if is_float32
+            else func(*args, **kwargs)
+        )
         widen(x)
         return x
 
@@ -186,7 +196,9 @@ def _grouped_mm(
             out = torch.stack(products)
         elif a.ndim == 2:
             # Rows after the last group belong to none.
-            out = torch.cat([*products, a.new_zeros(len(a) - starts[-1] - len(products[-1]), b.shape[-1])])
+            out = torch.cat(
+                [*products, a.new_zeros(len(a) - starts[-1] - len(products[-1]), b.shape[-1])]
+            )
         else:
             out = torch.cat(products, -1)
     if bias is not None:
@@ -224,9 +236,9 @@ def _update_scale(
 
 _WITHOUT_FLOAT64: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.grouped_mm: _grouped_mm,
-    torch._grouped_mm: _grouped_mm,
-    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
-    torch._amp_update_scale_: _update_scale,
+    _torch._grouped_mm: _grouped_mm,
+    _torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    _torch._amp_update_scale_: _update_scale,
 }
 """Functions that torch has in lower dtypes only, with others that compute the same."""
 
@@ -284,7 +296,7 @@ def noted_sends(sends: Sends) -> Generator[None]:
 def _noting(original: Callable[..., Any], sends: Sends) -> Callable[..., Any]:
     def send(*args: Any, **kwargs: Any) -> Any:
         sends.number += 1
-        for x in torch.utils._pytree.tree_leaves((args, kwargs)):
+        for x in flatten((args, kwargs))[0]:
             if isinstance(x, Tensor) and x.dtype in LOWER:
                 sends.dtypes.add(x.dtype)
         return original(*args, **kwargs)

@@ -18,7 +18,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fshard.errors import PromiseError
 from fshard.mesh.layout import PyTree, flatten, unflatten
-from fshard.testing.programs.precision import LOWER, InFloat64, Sends, noted_sends, widen
+from fshard.testing.programs.precision import (
+    LOWER,
+    InFloat64,
+    Sends,
+    autograd,
+    noted_sends,
+    widen,
+)
 from fshard.testing.verdicts import float64_by_default
 
 Program = Callable[
@@ -102,8 +109,7 @@ def record(
         own_batches = run.batches
         if batches is not None:
             own_batches = [
-                _with_leaves(own, leaves)
-                for own, leaves in zip(run.batches, batches, strict=True)
+                _with_leaves(own, leaves) for own, leaves in zip(run.batches, batches, strict=True)
             ]
         result = RankRecord(
             batches=[_leaf_copies(batch) for batch in run.batches],
@@ -425,7 +431,7 @@ def unsharded(model: Any, *, gradients: bool = False) -> Generator[None]:
 def _uses_original_parameters(model: Any) -> bool:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    units = FullyShardedDataParallel.fsdp_modules(model)
+    units: list[Any] = list(FullyShardedDataParallel.fsdp_modules(model))
     return all(unit._use_orig_params for unit in units)
 
 
@@ -439,14 +445,15 @@ def _flat_gradients(model: nn.Module) -> Tensors:
 
     grads: Tensors = {}
     for unit_name, unit in model.named_modules():
-        handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
+        is_unit = isinstance(unit, FullyShardedDataParallel)
+        handle = cast("Any", unit)._handle if is_unit else None
         if handle is None or handle.flat_param.grad is None:
             continue
         flat: Any = handle.flat_param
         row = flat.grad.detach().flatten()
         if handle.uses_sharded_strategy:
             shards = row.new_empty(len(row) * handle.world_size)
-            dist.all_gather_into_tensor(shards, row, group=handle.process_group)
+            dist.all_gather_single(shards, row, group=handle.process_group)
             row = shards[: flat._unpadded_unsharded_size.numel()]
 
         names = iter(zip(flat._fqns, flat._shapes, strict=True))
@@ -613,14 +620,14 @@ class _Watch(InFloat64):
     @contextmanager
     def counted_backwards(self) -> Generator[None]:
         """Count the backward calls in the block; torch has no hook for them."""
-        engine = torch.autograd._engine_run_backward
+        engine = autograd._engine_run_backward
 
         def run(*args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
             self.backwards += accumulate_grad
             return engine(*args, accumulate_grad=accumulate_grad, **kwargs)
 
-        torch.autograd._engine_run_backward = run
+        autograd._engine_run_backward = run
         try:
             yield
         finally:
-            torch.autograd._engine_run_backward = engine
+            autograd._engine_run_backward = engine
