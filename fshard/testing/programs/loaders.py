@@ -33,12 +33,14 @@ class Batches(NamedTuple):
         lengths: of loaders, in the order in which the script asked for them.
         inputs: what models and losses got, in a script that reads no loader.
         samples: of each batch of a pass, before the loader put them together.
+        targets: what the last stage of a pipeline got.
     """
 
     loaders: dict[Key, list[PyTree]]
     lengths: list[int]
     inputs: list[PyTree]
     samples: dict[Key, list[Any]]
+    targets: list[PyTree]
 
     def of_training(self) -> list[PyTree]:
         """Return the batches of the loader that the script trains on; else the inputs."""
@@ -61,7 +63,7 @@ class Reader:
     """
 
     def __init__(self, replayed: Batches | None) -> None:
-        self.read = Batches({}, [], [], {})
+        self.read = Batches({}, [], [], {}, [])
         self._replayed = replayed
         self._number_of: dict[tuple[bool, int], int] = {}
         self._passes: dict[tuple[bool, int], int] = {}
@@ -136,6 +138,20 @@ class Reader:
         replayed = self._replayed.inputs[self._input]
         self._input += 1
         return replayed.clone()
+
+    def schedule_step(self, original: Callable[..., Any]) -> Any:
+        """Return the step of a pipeline; the one process is the first stage and the last one."""
+
+        def step(schedule: Any, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+            number = len(self.read.targets)
+            if target is not None:
+                self.read.targets.append(_plain(target))
+            elif self._replayed is not None and number < len(self._replayed.targets):
+                target = self._replayed.targets[number]
+                self.read.targets.append(target)
+            return original(schedule, *args, target=target, **kwargs)
+
+        return step
 
     def has_loader(self) -> bool:
         """Return True if the script has read a batch for training from a loader."""
@@ -256,11 +272,13 @@ class Joining(NamedTuple):
         splits: the dim of batches that is split along an axis, if it is not the rows.
         turn: the number of batches in a microbatch, to give the microbatches of the processes one
             after another, to a script that takes more of them in fewer processes. 0 joins them.
+        repeats: give equal microbatches of several processes as often as these have them.
     """
 
     axes: Axes
     splits: Mapping[str, int]
     turn: int = 0
+    repeats: bool = False
 
     def joined(self, ranks: Sequence[Batches]) -> Batches:
         """Return what the one process reads."""
@@ -275,7 +293,7 @@ class Joining(NamedTuple):
                 groups = [batches[i : i + n] for i in range(0, len(batches), n)]
                 loaders[key] = [_in_one(group) for group in groups if len(group) == n]
         inputs = self._joined([rank.inputs for rank in ranks])
-        return Batches(loaders, ranks[0].lengths, inputs, {})
+        return Batches(loaders, ranks[0].lengths, inputs, {}, _joined_targets(ranks))
 
     def _joined_pass(self, ranks: Sequence[Batches], key: Key) -> list[PyTree]:
         batches = [rank.loaders[key] for rank in ranks]
@@ -317,7 +335,7 @@ class Joining(NamedTuple):
             return []
         lists = [list(batches[:number]) for batches in ranks]
         if self.turn:
-            return _in_turn(lists, self.turn)
+            return _in_turn(lists if self.repeats else _different(lists), self.turn)
 
         leaves_of_ranks = [flatten(batches)[0] for batches in lists]
         _, structure = flatten(lists[0])
@@ -346,21 +364,34 @@ class Joining(NamedTuple):
 
 
 def _in_turn(lists: Sequence[Sequence[PyTree]], size: int) -> list[PyTree]:
-    """Return a microbatch of each process in turn; of those whose batches are equal, of one."""
+    """Return a microbatch of each process in turn."""
+    turns: list[PyTree] = []
+    for begin in range(0, len(lists[0]), size):
+        for batches in lists:
+            turns += batches[begin : begin + size]
+    return turns
+
+
+def _different(lists: Sequence[Sequence[PyTree]]) -> list[Sequence[PyTree]]:
+    """Return lists of batches without those that are equal to another one."""
     different: list[Sequence[PyTree]] = []
     for batches in lists:
         leaves = flatten(batches)[0]
         if not any(_are_equal_lists(leaves, flatten(others)[0]) for others in different):
             different.append(batches)
-    turns: list[PyTree] = []
-    for begin in range(0, len(lists[0]), size):
-        for batches in different:
-            turns += batches[begin : begin + size]
-    return turns
+    return different
 
 
 def _are_equal_lists(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
     return len(xs) == len(ys) and all(map(_are_equal, zip(xs, ys, strict=True)))
+
+
+def _joined_targets(ranks: Sequence[Batches]) -> list[PyTree]:
+    """Return the targets of the ranks that have some; of equal ones, those of one."""
+    different = _different([rank.targets for rank in ranks if rank.targets])
+    if not different:
+        return []
+    return [_in_one(targets) for targets in zip(*different, strict=True)]
 
 
 def _in_one(batches: Sequence[PyTree]) -> PyTree:

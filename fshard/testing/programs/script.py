@@ -24,6 +24,7 @@ from fshard.errors import PromiseError
 from fshard.launching.pool import Processes
 from fshard.testing.certificate import Certificate, CertificateRow
 from fshard.testing.programs.batches import Axes
+from fshard.testing.programs.certify import PRELOADED
 from fshard.testing.programs.compare import judge_ranks, mesh_text, notes_on
 from fshard.testing.programs.layouts import Parts
 from fshard.testing.programs.loaders import Batches, EndOfInputs, Joining, Reader
@@ -73,6 +74,7 @@ class ScriptRecord(NamedTuple):
         buffers: at the start.
         rates: learning rates of each step.
         counts: the batches that were read before each step.
+        ended_by: the error that ended the script in one process after its first steps, if any.
     """
 
     rank: RankRecord
@@ -80,6 +82,7 @@ class ScriptRecord(NamedTuple):
     buffers: Tensors
     rates: list[list[float]]
     counts: list[int]
+    ended_by: str
 
 
 class ScriptError(RuntimeError):
@@ -110,6 +113,7 @@ def _run(
     mode = OnCpu()
     reader = Reader(replayed)
     sends = Sends()
+    ended_by = ""
     watcher = Watcher(script.steps, mode, reader, sends, start)
     rows = [*table(place), *_of_watcher(watcher, reader)]
     seed(seed_value)
@@ -131,11 +135,14 @@ def _run(
             if error.code not in (None, 0):
                 raise _error(script, place, error, output) from None
         except Exception as error:
-            raise _error(script, place, error, output) from None
+            failure = _error(script, place, error, output)
+            if not (place.is_alone and watcher.has_stepped()):
+                raise failure from None
+            ended_by = str(failure)
         _wait_for_others(place)
 
     return ScriptRecord(
-        watcher.record(), reader.read, watcher.buffers, watcher.rates, watcher.counts
+        watcher.record(), reader.read, watcher.buffers, watcher.rates, watcher.counts, ended_by
     )
 
 
@@ -149,6 +156,10 @@ def _of_watcher(watcher: Watcher, reader: Reader) -> list[Substitution]:
         "torchdata.stateful_dataloader:StatefulDataLoader",
     ):
         rows.append(Substitution(f"{name}.__iter__", reader.iterate, "batches are recorded"))
+    for name in ("PipelineScheduleSingle", "PipelineScheduleMulti"):
+        path = f"torch.distributed.pipelining.schedules:{name}.step"
+        reason = "the one process is the last stage, too"
+        rows.append(Substitution(path, reader.schedule_step, reason))
     rows.append(
         Substitution("torch.utils.data:DataLoader.__len__", reader.length, "schedules depend on it")
     )
@@ -302,7 +313,7 @@ class _Runs(NamedTuple):
         """Run a script in the processes of a mesh and in one, and judge it."""
         axes = self.joining.axes
         mesh = mesh_text(axes)
-        with Processes(prod(axes.values()), timeout=self.timeout) as pool:
+        with self._processes(prod(axes.values())) as pool:
             ranks = _outcomes(pool, run_in_processes, self.script)
         numbers = [len(each.rank.params) for each in ranks]
         if not any(numbers):
@@ -316,28 +327,45 @@ class _Runs(NamedTuple):
 
         start = _start_of(ranks, axes)
         single, repeated = self._alone(ranks, start, self.joining)
-        if _takes_more(single, ranks[0]):
-            backwards = max(1, ranks[0].rank.backwards[0])
-            turn = max(1, ranks[0].counts[0] // backwards)
-            single, repeated = self._alone(ranks, start, self.joining._replace(turn=turn))
+        if not single.counts or single.counts[0] > ranks[0].counts[0]:
+            single, repeated = self._in_turn(ranks, start, single)
         _validate(self.script.name, single, repeated, ranks)
 
         different = _rows_of_starts(mesh, ranks, single)
         if different:
             return _Verdict(different, [])
-        number = min(numbers[0], len(single.rank.params))
+        record = single.rank
+        number = len(record.params)
         records = [_first_steps(each.rank, number) for each in ranks]
-        record = _first_steps(single.rank, number)
         rows = judge_ranks(axes, records, record, dtype, parts)
         rows += _rows_of_kept_gradients(mesh, record)
-        return _Verdict(rows, notes_on(axes, records, record, dtype))
+        notes = notes_on(axes, records, record, dtype)
+        if single.ended_by:
+            notes.append(f"{number} of {numbers[0]} steps are judged: {single.ended_by}.")
+        return _Verdict(rows, notes)
+
+    def _in_turn(
+        self, ranks: Sequence[ScriptRecord], start: Start, single: ScriptRecord
+    ) -> tuple[ScriptRecord, ScriptRecord]:
+        """Run the script alone, with more microbatches in a step than each of the processes takes."""
+        taken = ranks[0].counts[0]
+        turn = max(1, taken // max(1, ranks[0].rank.backwards[0]))
+        in_turn = self.joining._replace(turn=turn, repeats=_takes(single, taken, len(ranks)))
+        runs = self._alone(ranks, start, in_turn)
+        has_ended = len(runs[0].rank.params) < len(ranks[0].rank.params)
+        if not in_turn.repeats and has_ended:
+            runs = self._alone(ranks, start, in_turn._replace(repeats=True))
+        return runs
+
+    def _processes(self, n: int) -> Processes:
+        return Processes(n, timeout=self.timeout, preload=PRELOADED)
 
     def _alone(
         self, ranks: Sequence[ScriptRecord], start: Start, joining: Joining
     ) -> tuple[ScriptRecord, ScriptRecord]:
         """Run the script in one process; twice beside each other, with other seeds."""
         replayed = joining.joined([each.batches for each in ranks])
-        with Processes(2, timeout=self.timeout) as pool:
+        with self._processes(2) as pool:
             first, second = _outcomes(pool, run_alone, self.script_alone, replayed, start)
         return first, second
 
@@ -396,20 +424,20 @@ def _is_same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.equal(x, y)
 
 
-def _takes_more(single: ScriptRecord, rank: ScriptRecord) -> bool:
-    """Return True if a script takes more microbatches a step in one process than in several."""
-    if not single.counts:
-        return True
-    return single.counts[0] > rank.counts[0]
+def _takes(single: ScriptRecord, taken: int, n: int) -> bool:
+    """Return True if a step in one process has as many batches as n steps that take some each."""
+    return bool(single.counts) and single.counts[0] == n * taken
 
 
 def _first_steps(record: RankRecord, number: int) -> RankRecord:
     return record._replace(
+        batches=record.batches[:number],
         losses=record.losses[:number],
         grads=record.grads[:number],
         params=record.params[:number],
         given=record.given[:number],
-        batches=record.batches[:number],
+        kept=record.kept[:number],
+        backwards=record.backwards[:number],
     )
 
 
@@ -417,10 +445,12 @@ def _validate(
     name: str, single: ScriptRecord, repeated: ScriptRecord, ranks: Sequence[ScriptRecord]
 ) -> None:
     """Raise if the run in one process is no measure for the others."""
-    if not single.rank.params:
+    number = len(single.rank.params)
+    expected = len(ranks[0].rank.params)
+    if number < expected and not single.ended_by:
         raise PromiseError(
-            f"certify: {name} must step its optimizer in one process too; got no step with the "
-            f"batches of {len(ranks)} processes. Give arguments for one process by --alone."
+            f"certify: {name} must make as many steps in one process as in {len(ranks)}; got {number} "
+            f"and {expected} with the same batches. Give the arguments of one process by --alone."
         )
     if single.rank.losses != repeated.rank.losses:
         raise PromiseError(

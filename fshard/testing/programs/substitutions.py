@@ -90,15 +90,15 @@ class OnCpu(InFloat64):
     Autocast leaves float64 as it is, and what a program has cast for it is float64 again.
 
     Args:
-        before_backward: is called with the loss of a backward.
-        after_backward: is called when it has ended.
+        before_backward: is called with the loss of a backward, and whether it adds to gradients.
+        after_backward: is called when it has ended, with the latter.
         before_function: returns the arguments that a function of torch gets instead.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.before_backward: Callable[[Any], None] = lambda loss: None
-        self.after_backward: Callable[[], None] = lambda: None
+        self.before_backward: Callable[[Any, bool], None] = lambda loss, is_backward: None
+        self.after_backward: Callable[[bool], None] = lambda is_backward: None
         self.before_function: Callable[[Any, Sequence[Any], dict[str, Any]], Any] | None = None
 
     def __torch_function__(
@@ -133,11 +133,12 @@ class OnCpu(InFloat64):
     def _run_backward(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        self.before_backward(args[0] if args else None)
+        is_backward = func is not torch.autograd.grad  # which adds to no gradient
+        self.before_backward(args[0] if args else None, is_backward)
         try:
             return super()._run_backward(func, args, kwargs)
         finally:
-            self.after_backward()
+            self.after_backward(is_backward)
 
 
 def _with(**replaced: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -563,9 +564,7 @@ def substituted(rows: Sequence[Substitution]) -> Generator[None]:
     with ExitStack() as stack:
         for row in rows:
             module = row.name.partition(":")[0]
-            package = module.partition(".")[0]
-            is_ours = package in ("torch", "random", "numpy")
-            if is_ours or module in sys.modules:
+            if module in sys.modules:
                 stack.callback(_replace(importlib.import_module(module), row))
             else:
                 later.setdefault(module, []).append(row)

@@ -131,6 +131,10 @@ class Watcher:
             register_optimizer_step_post_hook(self._after_step),
         ]
 
+    def has_stepped(self) -> bool:
+        """Return True if an optimizer has made a step."""
+        return bool(self._params)
+
     def record(self) -> RankRecord:
         """Return the training so far."""
         number = len(self._params)
@@ -255,9 +259,11 @@ class Watcher:
 
     # -- backward ----------------------------------------------------------------------------------
 
-    def _before_backward(self, loss: Any) -> None:
+    def _before_backward(self, loss: Any, is_backward: bool) -> None:
         """Add a loss to that of the step, and see whether gradients are left from the last one."""
         self._depth += 1  # what is computed again in a backward is no model of its own
+        if not is_backward:
+            return
         if isinstance(loss, list | tuple) and len(loss) == 1:
             loss = loss[0]
         with self._aside():
@@ -269,8 +275,10 @@ class Watcher:
                 self._kept_now = frozenset(self._nonzero_gradients())
             self._backward += 1
 
-    def _after_backward(self) -> None:
+    def _after_backward(self, is_backward: bool) -> None:
         self._depth -= 1
+        if not is_backward:
+            return
         self._sends_of_backward = self._sends.number
         with self._aside():
             self._taken = {}
