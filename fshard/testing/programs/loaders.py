@@ -249,7 +249,7 @@ def _like(template: Any, batch: PyTree) -> Any:
             key = keys.get(name, name)
             values[key] = _like(templates.get(key), x)
         is_other = isinstance(template, Mapping) and not isinstance(template, dict)
-        return type(template)(values) if is_other else values
+        return cast("Any", type(template))(values) if is_other else values
     if isinstance(batch, list | tuple):
         length = len(template) if isinstance(template, list | tuple) else 0
         items: list[Any] = []

@@ -149,6 +149,9 @@ class Watcher:
                 tied[prefix + name] = prefix + first
             order += [prefix + name for name in uses.names()]
             dtypes.update([x.dtype for _, x in named])
+        kept = self._kept[:number]
+        if len(self._optimizers) > 1:
+            kept = []  # each zeroes its own, some time before its backward
         # What is float32 was never used: all else is float64.
         low_dtypes = dtypes & {torch.bfloat16, torch.float16}
         return RankRecord(
@@ -158,7 +161,7 @@ class Watcher:
             grads=self._grads[:number],
             params=self._params,
             given=self._given[:number],
-            kept=self._kept[:number],
+            kept=kept,
             frozen=frozenset(frozen),
             tied=tied,
             order=order,
@@ -270,8 +273,7 @@ class Watcher:
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 full = loss.full_tensor() if isinstance(loss, DTensor) else loss
                 self._loss = (self._loss or 0.0) + float(full.detach())
-            # Of several optimizers each zeroes its own, some time before its backward.
-            if not self._backward and len(self._optimizers) < 2:
+            if not self._backward:
                 self._kept_now = frozenset(self._nonzero_gradients())
             self._backward += 1
 
