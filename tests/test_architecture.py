@@ -393,6 +393,9 @@ FELT_FOR = {
     "plan/program.py": "transformers: layers of experts",
     "testing/plugin.py": "pytest and Python: fixtures, notes of errors",
     "testing/programs/command.py": "Python: notes of errors",
+    "testing/programs/precision.py": "torch: the modules of its functions",
+    "testing/programs/record.py": "transformers: the loss of an output",
+    "testing/programs/uses.py": "torch: reads of attributes",
 }
 
 

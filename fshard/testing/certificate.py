@@ -18,8 +18,8 @@ Verdict = Literal["EXACT", "BOUNDED", "DIVERGENT", "INCONCLUSIVE"]
 class CertificateRow(NamedTuple):
     """The verdict on a leaf in a stage (under a plugin, on a mesh).
 
-    `step` is the first that fails, and `subject` what of the leaf: the loss, its gradient, the
-    change of the parameter.
+    `step` is the first that fails, and `subject` what of the leaf: its start, the loss, its
+    gradient, the change of the parameter.
     """
 
     stage: int | str
@@ -32,18 +32,18 @@ class CertificateRow(NamedTuple):
     subject: str = ""
 
 
-_TIMES = {"loss": 0, "gradient": 1, "gradient that the optimizer is given": 2}
+_TIMES = {"start": -1, "loss": 0, "gradient": 1, "gradient that the optimizer is given": 2}
 
 
 def time_of(subject: str) -> int:
-    """Return when in a step a subject is there: a gradient comes before the change that it makes."""
+    """Return when in a step a subject is there: a gradient before the change that it makes."""
     return _TIMES.get(subject, len(_TIMES))
 
 
 def first_of(rows: Sequence[CertificateRow]) -> CertificateRow | None:
     """Choose the row that fails first: in the first stage, at the first step.
 
-    Of several leaves it is the first that diverges, else the first; a gradient comes before a change.
+    Of several leaves it is the first that diverges, else the first; a gradient is before a change.
     """
     failures = [row for row in rows if row.step is not None]
     if not failures:

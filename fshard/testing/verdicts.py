@@ -127,7 +127,7 @@ class Comparison(NamedTuple):
         hint: the likely cause of a divergence.
         rivals: other full tensors, which the shards may have by mistake.
         cause: the description of a divergence, if it is known.
-        note: what must be said if the leaf agrees.
+        note: a remark for the row if the leaf agrees.
         tolerance: the relative error of a factor, and of a rival.
     """
 
@@ -264,7 +264,7 @@ def _mistake(
 def _factor_text(
     factor: float | None, full: Tensor, counts: Mapping[str, int], tolerance: float
 ) -> str:
-    """Describe a factor and the numbers that it comes of; "" if it says nothing."""
+    """Describe a factor and the numbers that explain it; "" if it explains nothing."""
     if factor is None:
         return ""
     text = f"is {number_text(factor, tolerance)} times that of one device"

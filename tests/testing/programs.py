@@ -872,6 +872,39 @@ def numbers_of_ranks(rank, world):
     return model, loss, (*rows_of(world.mesh), 1.0 + rank), updates(model)
 
 
+def other_start(rank, world):
+    model = mlp()
+    model[0].bias.data += rank
+    opt = torch.optim.SGD(model.parameters(), 0.05)
+
+    def step():
+        reduced(model, world)
+        opt.step()
+        opt.zero_grad()
+
+    return model, square, rows_of(world.mesh), step
+
+
+def lost_layer(rank, world):
+    """No process has a parameter that one process trains."""
+    params = {"w": torch.ones(2, 2).requires_grad_(), "lost": torch.ones(2).requires_grad_()}
+    if world > 1:
+        del params["lost"]
+    opt = torch.optim.SGD([*params.values()], 0.1)
+    loss = lambda params, x: sum((p * x).square().sum() for p in params.values())  # noqa: E731
+    return params, loss, torch.ones(1), lambda: (opt.step(), opt.zero_grad())
+
+
+def unlike_shards(rank, world):
+    """Shards that no layout has."""
+    torch.manual_seed(0)
+    full = torch.randn(4, 3)
+    params = {"w": (full if world == 1 else full.chunk(world)[rank] + 1).clone().requires_grad_()}
+    opt = torch.optim.SGD([*params.values()], 0.1)
+    loss = lambda params, x: (params["w"].square().sum() * x).sum()  # noqa: E731
+    return params, loss, torch.ones(1), lambda: (opt.step(), opt.zero_grad())
+
+
 def half_a_parameter(rank, world):
     """Both processes have the same half of the columns."""
     torch.manual_seed(0)
@@ -1243,5 +1276,13 @@ WRONG = {  # program, axes, a leaf that diverges, a part of its reason
         "head.weight",
         "the gradient",
     ),
+    "half of a parameter": (
+        half_a_parameter,
+        {"model": 2},
+        "w",
+        "has indices of dim 0 that no rank has",
+    ),
+    "other start": (other_start, {"data": 2}, "0.bias", "begins with other values on rank 1"),
+    "lost layer": (lost_layer, {"pipe": 2}, "lost", "is on no rank"),
     "loss by the rank's number": (numbers_of_ranks, {"data": 2}, "loss", "the loss is"),
 }

@@ -193,13 +193,6 @@ def trains_nothing(rank, world):
     return model, square, rows_of(world.mesh), lambda: None
 
 
-def other_start(rank, world):
-    model = mlp()
-    if world > 1:
-        model[0].bias.data += 1
-    return model, square, rows_of(world.mesh), updates(model)
-
-
 def other_widths(rank, world):
     model, _, (x, y), step = ddp(rank, world)
     return (
@@ -221,9 +214,12 @@ def other_widths(rank, world):
         (draws, PromiseError, "the loss draws random numbers"),
         (ends, ZeroDivisionError, "in the program"),
         (trains_nothing, PromiseError, "must train parameters"),
-        (other_start, PromiseError, r"on mesh data=2 .* got 0.bias \(other values on rank 0, 1\)"),
         (other_widths, ValueError, "along data the batches of processes must differ in rows only"),
-        (programs.half_a_parameter, PromiseError, r"w \(shards of \[2, 3\] that are not all of"),
+        (
+            programs.unlike_shards,
+            PromiseError,
+            "must be shards of those in one process.* parts of w",
+        ),
         (
             programs.keeps_gradients,
             PromiseError,

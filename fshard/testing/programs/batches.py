@@ -80,7 +80,10 @@ def joined_batches(
 
 
 def _joined(groups: Mapping[Coordinates, Leaves], axes: Axes, splits: Mapping[str, int]) -> Leaves:
-    """Join batches axis by axis, the last one first: coordinates lose their last one, until one is left."""
+    """Join batches axis by axis, the last one first.
+
+    Coordinates of groups lose their last one, until one group is left.
+    """
     for name in reversed(list(axes)):
         lines: dict[Coordinates, list[Leaves]] = {}
         for coordinates, leaves in groups.items():
@@ -148,9 +151,9 @@ def _concatenated(line: Sequence[Leaves], axis: str, dim: int) -> list[Any]:
     if errors:
         what = "rows" if dim == 0 else f"dim {dim}"
         raise ValueError(
-            f"certify_program: along {axis} the batches of processes must differ in {what} only; got "
-            f"{'; '.join(errors)}. Give numbers that differ as tensors of one number for each row; if "
-            f'another dim is split along {axis}, say so: splits={{"{axis}": 1}}, --split {axis}=1.'
+            f"certify_program: along {axis} the batches of processes must differ in {what} only; "
+            f"got {'; '.join(errors)}. Give numbers that differ as tensors of a number for each row; "
+            f'if another dim is split along {axis}, say so: splits={{"{axis}": 1}}, --split {axis}=1.'
         )
     return joined
 

@@ -34,7 +34,7 @@ PRELOADED = (
     # Any optimizer of torch imports it.
     "torch._dynamo",
 )
-"""What most programs import, which takes longer than all else that a process does."""
+"""The modules that most programs import, which takes longer than all else in a process."""
 
 
 def certify_program(
@@ -57,21 +57,21 @@ def certify_program(
         program: `program(rank, world) -> (model, loss, batch, step)`, at the top level of a module.
             `world` is the number of processes, `world.mesh` torch's DeviceMesh with the axes of the
             mesh; the process group is there already. `model` is a module, wrapped and sharded in
-            any way, or a dict of parameters; `batch` the rows of this process, or a loader, of which
-            each step takes a batch; `loss(model, batch)` returns the loss, of which the gradient is
-            taken, unless it has called backward itself (or a dict with "loss", an object with
-            `.loss`, a tuple with the loss first); `step()` updates the parameters and sets gradients
-            to zero. It must seed its generators.
+            any way, or a dict of parameters; `batch` the rows of this process, or a loader, of
+            which each step takes a batch; `loss(model, batch)` returns the loss, of which the
+            gradient is taken, unless it has called backward itself (or a dict with "loss", an
+            object with `.loss`, a tuple with the loss first); `step()` updates the parameters and
+            sets gradients to zero. It must seed its generators.
         meshes: axes and sizes, such as {"data": 2, "model": 2}; one or several.
         steps: number of steps, each with the same batch unless there is a loader.
         dtype: the lowest one that tensors may be sent and reduced in. What activations are computed
             in, as by a mixed precision policy, is seen and need not be declared.
         splits: the dim of batches that is split along an axis, such as {"context": 1}. It is 0 for
-            other axes, and none need be given if the program's batch in one process has the elements
-            of all.
+            other axes, and none need be given if the program's batch in one process has the
+            elements of all.
         parts: the rows of each part of a parameter, of which each is divided along an axis, by
-            patterns of names: {"layers.*.qkv.bias": (64, 16, 16)}. Parts whose values before the
-            first step tell them apart are found.
+            patterns of names: {"layers.*.qkv.bias": (64, 16, 16)}. Parts that have
+            different values before the first step are found.
         timeout: seconds that the processes of a mesh may take.
         processes: pools by size, to use for several calls; the caller closes them.
 
@@ -128,7 +128,10 @@ def certify_program(
 
 
 class _Pools:
-    """Processes by number, started at their first use; they end with the stack unless they are given."""
+    """Processes by number, started at their first use.
+
+    They end with the stack unless they are given.
+    """
 
     def __init__(
         self, stack: ExitStack, timeout: float, given: dict[int, Processes] | None
@@ -170,11 +173,11 @@ def _runs(
     second = pools.start(SECOND_OF_ONE, record, program, axes_of_one, steps, 3, batches, True)
     (single,) = first.result()
     (repeated,) = second.result()
-    _validate(single, repeated)
+    _validate(ranks, single, repeated)
     return ranks, single
 
 
-def _validate(single: RankRecord, repeated: RankRecord) -> None:
+def _validate(ranks: Sequence[RankRecord], single: RankRecord, repeated: RankRecord) -> None:
     """Raise if a program draws what is not seeded, keeps gradients, or trains nothing."""
     unseeded = _different(single.start, repeated.start)
     if unseeded:
@@ -185,7 +188,9 @@ def _validate(single: RankRecord, repeated: RankRecord) -> None:
     _validate_steps(single, repeated)
 
     has_gradient = any(x.any() for grads in single.grads for x in grads.values())
-    is_moved = any(_different(single.start, params) for params in single.params)
+    is_moved = any(
+        _different(run.start, params) for run in (single, *ranks) for params in run.params
+    )
     if not single.start or not (has_gradient or is_moved):
         raise PromiseError(
             "certify_program: a program must train parameters; got none with a gradient in one "
@@ -194,7 +199,7 @@ def _validate(single: RankRecord, repeated: RankRecord) -> None:
     if not is_moved:
         raise PromiseError(
             "certify_program: step() must update parameters; got the same ones after "
-            f"{len(single.params)} steps in one process. Make the optimizer of the parameters of the "
+            f"{len(single.params)} steps. Make the optimizer of parameters of the "
             "model that is returned, after it is sharded."
         )
 
@@ -218,8 +223,8 @@ def _validate_steps(single: RankRecord, repeated: RankRecord) -> None:
             )
         if other_params:
             raise PromiseError(
-                "certify_program: step() must update alike when it is repeated; got other values of "
-                f"{', '.join(other_params)} after step {step}. Seed what it draws."
+                "certify_program: step() must update alike when it is repeated; got other values "
+                f"of {', '.join(other_params)} after step {step}. Seed what it draws."
             )
 
 

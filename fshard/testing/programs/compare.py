@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import combinations
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from fshard.errors import PromiseError
 from fshard.rounding import TOLERANCES, bound_of, largest
 from fshard.testing.certificate import CertificateRow
 from fshard.testing.programs.batches import Axes, coordinates_of, equal_axes, rows_at
-from fshard.testing.programs.layouts import Parts, Slices, slices_of
+from fshard.testing.programs.layouts import Parts, Slices, mistake_at_start, slices_of
 from fshard.testing.programs.record import RankRecord
 from fshard.testing.verdicts import Comparison, Shards, constant_factor, judge, number_text
 
@@ -43,11 +43,10 @@ def judge_ranks(
         parts: see `certify_program`.
     """
     mesh = mesh_text(axes)
-    run = _Run(
-        axes, ranks, single, _layouts(axes, ranks, single, parts or {}), _Dtypes(ranks, dtype)
-    )
+    layouts, start_rows = _layouts(axes, ranks, single, parts or {})
+    run = _RunPair(axes, ranks, single, layouts, _Dtypes(ranks, dtype))
     rows = judge(run.comparisons(), mesh, run.counts(), "rank")
-    return [*run.dtypes.rows(mesh), *rows]
+    return [*run.dtypes.rows(mesh), *start_rows, *rows]
 
 
 def notes_on(
@@ -84,8 +83,11 @@ def mesh_text(axes: Axes) -> str:
 
 def _layouts(
     axes: Axes, ranks: Sequence[RankRecord], single: RankRecord, parts: Parts
-) -> dict[str, Slices]:
-    """Return the slices of each parameter that a run trains, in the order of the backward."""
+) -> tuple[dict[str, Slices], list[CertificateRow]]:
+    """Return the slices of each parameter that a run trains, in the order of the backward.
+
+    Those that begin wrongly have rows instead.
+    """
     names: dict[str, None] = {}  # a set in order
     trained: set[str] = set()
     for run in (single, *ranks):
@@ -98,38 +100,32 @@ def _layouts(
     for pattern in parts:
         if not any(fnmatchcase(name, pattern) for name in ordered):
             raise ValueError(
-                f"certify_program: parts must be of parameters; got {pattern!r}, which no name has. "
+                f"certify_program: parts must be of parameters; got {pattern!r}, which no name "
+                "has. "
                 f"Names are {', '.join(ordered)}."
             )
 
     layouts: dict[str, Slices] = {}
-    different: list[str] = []
+    rows: list[CertificateRow] = []
+    unknown: list[str] = []
+    mesh = mesh_text(axes)
     for name in _in_backward_order(ordered, single.order):
-        layouts[name] = slices_of(name, axes, ranks, single, parts)
-        if not layouts[name]:
-            different.append(f"{name} ({_start_text(name, ranks, single)})")
-    if different:
+        slices = slices_of(name, axes, ranks, single, parts)
+        mistake = "" if slices else mistake_at_start(name, ranks, single)
+        if slices:
+            layouts[name] = slices
+        elif mistake:
+            reason = f"step 0: the parameter {mistake}"
+            rows.append(CertificateRow(mesh, name, "DIVERGENT", inf, 0.0, reason, 0, "start"))
+        else:
+            unknown.append(name)
+    if unknown:
         raise PromiseError(
-            f"certify_program: on mesh {mesh_text(axes)} parameters must begin as in one process; got "
-            f"{', '.join(different)}. Seed all ranks alike. Shards must have each element; declare the "
-            'parts of those that begin equal, such as biases of 0: parts={"*.qkv.bias": (q, k, v)}.'
+            f"certify_program: on mesh {mesh} parameters must be shards of those in one process; got "
+            f"other values, names or parts of {', '.join(unknown)}. Seed all ranks alike; declare the "
+            'rows of parts that are divided each: parts={"*.qkv.weight": (q, k, v)}.'
         )
-    return layouts
-
-
-def _start_text(name: str, ranks: Sequence[RankRecord], single: RankRecord) -> str:
-    """Describe how a parameter begins otherwise than in one process."""
-    full = single.start.get(name)
-    if full is None:
-        return "in no model of one process"
-    starts = {rank: record.start[name] for rank, record in enumerate(ranks) if name in record.start}
-    if not starts:
-        return "on no rank"
-    others = [str(rank) for rank, x in starts.items() if not torch.equal(x, full)]
-    if all(x.shape == full.shape for x in starts.values()):
-        return f"other values on rank {', '.join(others)}"
-    shapes = {str(list(x.shape)) for x in starts.values()}
-    return f"shards of {' and '.join(sorted(shapes))} that are not all of {list(full.shape)}"
+    return layouts, rows
 
 
 def _is_second_name(name: str, ranks: Sequence[RankRecord], single: RankRecord) -> bool:
@@ -191,7 +187,7 @@ def _lowest(dtypes: set[torch.dtype]) -> torch.dtype:
     return max(dtypes | {torch.float64}, key=lambda dtype: TOLERANCES[dtype])
 
 
-class _Run(NamedTuple):
+class _RunPair(NamedTuple):
     """A run in processes with the one in a single process, and the layouts of its parameters."""
 
     axes: Axes
@@ -364,9 +360,9 @@ class _Run(NamedTuple):
     def _judged_as_local(
         self, gradient: Comparison, given: Comparison | None, change: Comparison
     ) -> tuple[Comparison, Comparison | None]:
-        """Say what is wrong with gradients of which ranks have their own: that they are not reduced.
+        """Describe the cause if ranks have their own gradients: they are not reduced.
 
-        Unless `step()` reduces them, or parameters: then what comes of it is judged.
+        If `step()` reduces them, or parameters, the result of it is judged instead.
         """
         scale = self._scale_of_sum(gradient)
         if scale is None:
@@ -453,11 +449,11 @@ class _Run(NamedTuple):
 
 
 _DIVIDED_LATER = "step() changes gradients; what the optimizer is given agrees"
-_REDUCED_LATER = "gradients are reduced in step(); what comes of them is compared"
+_REDUCED_LATER = "gradients are reduced in step(), after which the runs are compared"
 
 
 def _strict_for_multiples(gradient: Comparison | None) -> Comparison | None:
-    """Take the bound from a gradient as small as rounding that is a multiple of that of one process.
+    """Take the bound from a gradient as small as rounding that is a multiple of the right one.
 
     Rounding makes no multiples.
     """
@@ -493,12 +489,12 @@ def _shards(parts: Mapping[int, Tensor], slices: Slices) -> Shards:
 
 
 class _LossRule:
-    """Which number of the losses of ranks is that of one process: the first that agrees in the first step.
+    """The number of the losses of ranks that is the loss of one process.
 
-    Means, or sums of shares. If none agrees it is the mean by rows.
+    It is a mean or a sum of shares: the first that agrees in the first step, else the mean by rows.
     """
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: _RunPair) -> None:
         self._run = run
         steps = range(len(run.single.losses))
         # By the first step: later ones differ if a gradient is wrong.

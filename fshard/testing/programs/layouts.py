@@ -25,7 +25,7 @@ Parts = Mapping[str, Sequence[int]]
 """The rows of each part of parameters, by patterns of names."""
 
 
-class Slice(NamedTuple):
+class RankSlice(NamedTuple):
     """The elements of a parameter that a rank has: indices of some dims."""
 
     indices: tuple[tuple[int, Tensor], ...] = ()
@@ -36,7 +36,7 @@ class Slice(NamedTuple):
             full = full.index_select(dim, index)
         return full
 
-    def is_equal(self, other: Slice) -> bool:
+    def is_equal(self, other: RankSlice) -> bool:
         """Return True if both are made by the same indices."""
         if len(self.indices) != len(other.indices):
             return False
@@ -46,7 +46,7 @@ class Slice(NamedTuple):
         return True
 
 
-Slices = Mapping[int, Slice]
+Slices = Mapping[int, RankSlice]
 """By rank."""
 
 
@@ -55,8 +55,8 @@ def slices_of(
 ) -> Slices:
     """Return the slice of a parameter in each rank that has it; none if there is no such layout.
 
-    Of several layouts that have the values before the first step, such as those of a bias that is 0,
-    the one is taken that has the gradients, or else the parameters after the step.
+    Several layouts have the values before the first step of a bias that is 0. Of these the one is
+    taken that has the gradients, or else the parameters after the step.
     """
     full = single.start.get(name)
     starts = {rank: record.start[name] for rank, record in enumerate(ranks) if name in record.start}
@@ -74,10 +74,28 @@ def slices_of(
     return min(fitting, key=lambda slices: _error(name, slices, ranks, single))
 
 
+def mistake_at_start(name: str, ranks: Sequence[RankRecord], single: RankRecord) -> str:
+    """Describe how a parameter without a layout begins wrongly; "" if its shards are not known."""
+    full = single.start.get(name)
+    if full is None:
+        return ""
+    starts = {rank: record.start[name] for rank, record in enumerate(ranks) if name in record.start}
+    if not starts:
+        has_other_names = any(record.start.keys() - single.start.keys() for record in ranks)
+        return "" if has_other_names else "is on no rank"
+    if all(x.shape == full.shape for x in starts.values()):
+        others = [str(rank) for rank, x in starts.items() if not torch.equal(x, full)]
+        return f"begins with other values on rank {', '.join(others)}"
+    for dim in range(full.ndim):
+        if all(_matched(full, x, dim) is not None for x in starts.values()):
+            return f"has indices of dim {dim} that no rank has"
+    return ""
+
+
 def _error(
     name: str, slices: Slices, ranks: Sequence[RankRecord], single: RankRecord
 ) -> tuple[float, float]:
-    """Return the largest errors, in a layout, of gradients and of parameters after the first step."""
+    """Return the largest errors in a layout: of gradients, and of parameters after a step."""
     errors = [0.0, 0.0]
     for kind, (runs, expected) in enumerate(
         [
@@ -113,7 +131,7 @@ def _candidates(
     full: Tensor, starts: Mapping[int, Tensor], axes: Axes, sizes: Sequence[int] | None
 ) -> Iterator[Slices]:
     """Yield the layouts that a parameter may have, the usual ones first."""
-    yield {rank: Slice() for rank in starts}
+    yield {rank: RankSlice() for rank in starts}
     numbers = [number for number, size in enumerate(axes.values()) if size > 1]
     cuts = [_Cut(dim, number) for dim, number in product(range(full.ndim), numbers)]
 
@@ -133,14 +151,14 @@ def _candidates(
     for dim in range(full.ndim):
         found = {rank: _matched(full, x, dim) for rank, x in starts.items()}
         slices = {
-            rank: Slice(((dim, index),)) for rank, index in found.items() if index is not None
+            rank: RankSlice(((dim, index),)) for rank, index in found.items() if index is not None
         }
         if len(slices) == len(starts):
             yield slices
 
 
 class _Cut(NamedTuple):
-    """The division of a dim along an axis: of the whole dim, or of each of its parts."""
+    """The division of a dim along an axis: of all of it, or of each of its parts."""
 
     dim: int
     axis: int
@@ -149,9 +167,9 @@ class _Cut(NamedTuple):
 
 def _cut(
     full: Tensor, cuts: Sequence[_Cut], axes: Axes, ranks: Mapping[int, Tensor]
-) -> dict[int, Slice]:
+) -> dict[int, RankSlice]:
     """Return the slices of some ranks, where those along axes divide dims."""
-    slices = {rank: Slice() for rank in ranks}
+    slices = {rank: RankSlice() for rank in ranks}
     for cut in cuts:
         for line in _lines(cut.axis, axes, list(ranks)):
             for number, rank in enumerate(line):
@@ -159,7 +177,7 @@ def _cut(
                 parts = rows.split(cut.sizes) if cut.sizes else [rows]
                 shards = [part.tensor_split(len(line))[number] for part in parts]
                 indices = slices[rank].indices
-                slices[rank] = Slice((*indices, (cut.dim, torch.cat(shards))))
+                slices[rank] = RankSlice((*indices, (cut.dim, torch.cat(shards))))
     return slices
 
 

@@ -3,7 +3,7 @@
     x.float()                        float64
     torch.zeros(2, dtype=float32)    float64
     a float32 tensor from a file     float64, from its first use on
-    x.to(torch.bfloat16)             bfloat16, and noted: rounding explains more of a difference
+    x.to(torch.bfloat16)             bfloat16, and recorded: rounding explains more of a difference
 
 Programs name float32 in many places: losses, norms and positions are computed in it, data sets are
 stored in it. A default dtype of float64 alone leaves a program of mixed dtypes, which torch refuses
@@ -29,10 +29,10 @@ autograd: Any = torch.autograd
 _torch: Any = torch
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
-"""What a program may compute in besides float64."""
+"""The dtypes that a program may compute in besides float64."""
 
 _READS_BITS = {Tensor.view}
-"""Functions with a dtype that says how bits are read, not what is computed."""
+"""Functions with a dtype of the bits that are read, not of a computation."""
 
 _BACKWARDS = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 """Functions that run what programs hook into a backward."""
@@ -89,8 +89,8 @@ class InFloat64(TorchFunctionMode):
         if isinstance(x, Tensor):
             widen(x)
             if x.dtype in LOWER:
-                noted = self.in_forward if x.requires_grad else self.elsewhere
-                noted.add(x.dtype)
+                dtypes = self.in_forward if x.requires_grad else self.elsewhere
+                dtypes.add(x.dtype)
         return x
 
     def _run_backward(
@@ -270,14 +270,14 @@ _COLLECTIVES = (
 
 @dataclass
 class Sends:
-    """The number of collectives that a process has called, and the lower dtypes of their tensors."""
+    """The number of collectives that a process calls, and the lower dtypes of their tensors."""
 
     number: int = 0
     dtypes: set[torch.dtype] = field(default_factory=set[torch.dtype])
 
 
 @contextmanager
-def noted_sends(sends: Sends) -> Generator[None]:
+def watched_sends(sends: Sends) -> Generator[None]:
     """Note the tensors that this process sends in the block.
 
     DistributedDataParallel's own reductions are not seen: they have the dtype of parameters.

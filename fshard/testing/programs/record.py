@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -18,34 +16,40 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fshard.errors import PromiseError
 from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.testing.programs.parameters import (
+    Tensors,
+    frozen_names,
+    full_tensors,
+    gathered,
+    has_flat_parameters,
+    named_parameters,
+    tied_names,
+)
 from fshard.testing.programs.precision import (
     LOWER,
-    InFloat64,
     Sends,
-    autograd,
-    noted_sends,
+    watched_sends,
     widen,
 )
+from fshard.testing.programs.uses import RunMode, Uses
 from fshard.testing.verdicts import float64_by_default
 
 Program = Callable[
     [int, "ProgramWorld"], tuple[Any, Callable[[Any, Any], Any], Any, Callable[[], object]]
 ]
-Tensors = dict[str, Tensor]
-_WRAPPERS = re.compile(
-    r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
-    r"|_forward_module|_original_module)(?=\.)"
-)
 
 
 class ProgramWorld(int):
-    """The number of processes, with their mesh: `world.mesh["model"]` is torch's DeviceMesh of an axis."""
+    """The number of processes, with their mesh.
+
+    `world.mesh["model"]` is torch's DeviceMesh of an axis.
+    """
 
     mesh: DeviceMesh
 
 
 class RankRecord(NamedTuple):
-    """The training of one process: full tensors, or its own shards of parameters that are sharded by hand.
+    """The training of one process: full tensors, or its own shards of those sharded by hand.
 
     Args:
         batches: of this process: the leaves of the batch of each step, or of one for all steps.
@@ -147,7 +151,7 @@ def batches_alone(
         return [_leaf_copies(batch) for batch in run.batches]
 
 
-def _record_step(run: _Run, batch: PyTree, result: RankRecord) -> None:
+def _record_step(run: _BegunProgram, batch: PyTree, result: RankRecord) -> None:
     """Run one step, and add what it does to a record."""
     run.watch.backwards = 0
     optimizer_grads = _OptimizerGradients(run.model)
@@ -176,11 +180,11 @@ def _record_step(run: _Run, batch: PyTree, result: RankRecord) -> None:
 # -- the parts of a program ------------------------------------------------------------------------
 
 
-class _Run(NamedTuple):
+class _BegunProgram(NamedTuple):
     """A program that has begun, in float64 and watched until its stack is left."""
 
     stack: ExitStack
-    watch: _Watch
+    watch: RunMode
     uses: Uses
     sends: Sends
     seed: int
@@ -190,17 +194,17 @@ class _Run(NamedTuple):
     step: Callable[[], object]
 
 
-def _begun(program: Program, axes: Mapping[str, int], steps: int, seed: int) -> _Run:
+def _begun(program: Program, axes: Mapping[str, int], steps: int, seed: int) -> _BegunProgram:
     """Call the program, in the modes in which all of it runs."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     rank = dist.get_rank()
     world = ProgramWorld(dist.get_world_size())
     world.mesh = mesh
-    watch = _Watch()
+    watch = RunMode()
     sends = Sends()
     with ExitStack() as stack:
         stack.enter_context(float64_by_default())
-        stack.enter_context(noted_sends(sends))
+        stack.enter_context(watched_sends(sends))
         stack.enter_context(watch)
         stack.enter_context(watch.counted_backwards())
         stack.enter_context(any_comm_hook())
@@ -209,7 +213,7 @@ def _begun(program: Program, axes: Mapping[str, int], steps: int, seed: int) -> 
         model, loss_fn, batch, step = _parts(program(rank, world))
         batches = _batches_of(batch, steps)
         _widen_all(model, batches)
-        return _Run(
+        return _BegunProgram(
             stack.pop_all(), watch, Uses(model), sends, own_seed, model, loss_fn, batches, step
         )
     raise AssertionError  # for the type checker: an ExitStack may swallow exceptions
@@ -267,8 +271,8 @@ def _tensors_of(model: Any, batches: Sequence[PyTree]) -> list[Tensor]:
 def loss_of(result: Any) -> Tensor | float | None:
     """Return the loss of what a loss function has returned.
 
-    It may be a number, a dict that has "loss", an object with `.loss` as those of Hugging Face, or a
-    tuple with the loss first.
+    It may be a number, a dict that has "loss", an object with `.loss` as those of Hugging Face, or
+    a tuple with the loss first.
     """
     loss = result
     if isinstance(result, Mapping):
@@ -294,8 +298,8 @@ def loss_of(result: Any) -> Tensor | float | None:
 
 def _batches_of(batch: PyTree, steps: int) -> list[PyTree]:
     """Return one batch for all steps, or the first ones of a loader."""
-    is_one = isinstance(batch, Tensor | Mapping | list | tuple) or not hasattr(batch, "__iter__")
-    if is_one:
+    is_tree = isinstance(batch, Tensor | Mapping | list | tuple)
+    if is_tree or not isinstance(batch, Iterable):
         return [batch]
     if isinstance(batch, torch.utils.data.DataLoader):
         batch.num_workers = 0  # this process may have no child processes
@@ -341,148 +345,6 @@ def _leaf_copies(batch: PyTree) -> list[Any]:
     return copies
 
 
-# -- parameters and gradients ----------------------------------------------------------------------
-
-
-def named_parameters(model: Any) -> list[tuple[str, Tensor]]:
-    """Return the parameters of a module or a dict, without the names of wrappers; all names of tied ones."""
-    if isinstance(model, nn.Module):
-        named: Iterable[tuple[str, Tensor]] = model.named_parameters(remove_duplicate=False)
-    else:
-        named = dict(model).items()
-    return [(without_wrappers(name), x) for name, x in named if isinstance(x, Tensor)]
-
-
-def frozen_names(model: Any) -> frozenset[str]:
-    """Return the names of parameters that require no gradient."""
-    with unsharded(model):
-        return frozenset([name for name, x in named_parameters(model) if not x.requires_grad])
-
-
-def tied_names(model: Any) -> dict[str, str]:
-    """Return the further names of parameters that have several, with their first ones."""
-    first_names: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    with unsharded(model):
-        for name, x in named_parameters(model):
-            first = first_names.setdefault(id(x), name)
-            if first != name:
-                tied[name] = first
-    return tied
-
-
-def full_tensors(model: Any, *, gradients: bool = False) -> Tensors:
-    """Return copies of the parameters of a module or a dict, or of their gradients, by name.
-
-    A DTensor is gathered by all its processes, and so are the parameters of
-    FullyShardedDataParallel.
-    """
-    has_original = not has_flat_parameters(model) or _uses_original_parameters(model)
-    if gradients and not has_original:
-        return _flat_gradients(model)
-    with unsharded(model, gradients=gradients):
-        tensors: Tensors = {}
-        for name, x in named_parameters(model):
-            if not gradients:
-                tensors[name] = x
-            elif x.grad is not None:
-                tensors[name] = x.grad
-        return gathered(tensors, dict(named_parameters(model)))
-
-
-def gathered(tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Tensors:
-    """Return full copies of tensors of some parameters; a DTensor that other processes have is 0 here.
-
-    All processes take part, since a process may lack a gradient that others have.
-    """
-    sharded = [name for name, x in tensors.items() if isinstance(x, DTensor)]
-    names_by_rank: list[Any] = [sharded]
-    if dist.get_world_size() > 1:
-        names_by_rank = [None] * dist.get_world_size()
-        dist.all_gather_object(names_by_rank, sharded)
-
-    full: Tensors = {}
-    for name, param in params.items():
-        x = tensors.get(name)
-        if x is None and isinstance(param, DTensor):
-            peers = param.device_mesh.mesh.flatten().tolist()
-            if any(name in names_by_rank[rank] for rank in peers):
-                x = torch.zeros_like(param)
-        if x is None:
-            continue
-        if isinstance(x, DTensor):
-            x = x.full_tensor()
-        full[name] = x.detach().to_dense() if x.is_sparse else x.detach().clone()
-    return full
-
-
-@contextmanager
-def unsharded(model: Any, *, gradients: bool = False) -> Generator[None]:
-    """Gather the parameters of FullyShardedDataParallel in the block, if the model has such units."""
-    if not has_flat_parameters(model):
-        yield
-        return
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=gradients):
-        yield
-
-
-def _uses_original_parameters(model: Any) -> bool:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    units: list[Any] = list(FullyShardedDataParallel.fsdp_modules(model))
-    return all(unit._use_orig_params for unit in units)
-
-
-def _flat_gradients(model: nn.Module) -> Tensors:
-    """Return full gradients of FullyShardedDataParallel without its original parameters.
-
-    Torch gathers no such gradients. A unit has that of a shard of all its parameters in a row, which
-    are padded.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    grads: Tensors = {}
-    for unit_name, unit in model.named_modules():
-        is_unit = isinstance(unit, FullyShardedDataParallel)
-        handle = cast("Any", unit)._handle if is_unit else None
-        if handle is None or handle.flat_param.grad is None:
-            continue
-        flat: Any = handle.flat_param
-        row = flat.grad.detach().flatten()
-        if handle.uses_sharded_strategy:
-            shards = row.new_empty(len(row) * handle.world_size)
-            dist.all_gather_single(shards, row, group=handle.process_group)
-            row = shards[: flat._unpadded_unsharded_size.numel()]
-
-        names = iter(zip(flat._fqns, flat._shapes, strict=True))
-        parts = row.split(flat._numels_with_padding)
-        for part, is_padding in zip(parts, flat._is_padding_mask, strict=True):
-            if not is_padding:
-                name, shape = next(names)
-                full_name = without_wrappers(f"{unit_name}.{name}".lstrip("."))
-                grads[full_name] = part.reshape(shape).clone()
-    return grads
-
-
-def has_flat_parameters(model: Any) -> bool:
-    """Return True if a part of the model is in FullyShardedDataParallel, if that has been imported."""
-    module = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    if module is None or not isinstance(model, nn.Module):
-        return False
-    return any(isinstance(x, module.FullyShardedDataParallel) for x in model.modules())
-
-
-def without_wrappers(name: str) -> str:
-    """Return the name that a parameter has in the model itself.
-
-    >>> without_wrappers("module.layers._orig_mod.0.weight")
-    'layers.0.weight'
-    """
-    return _WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip(".")
-
-
 def _clear_gradients(model: Any) -> None:
     for _, x in named_parameters(model):
         if x.grad is not None:
@@ -506,7 +368,7 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _has_taken_gradients(run: _Run, before: Versions) -> bool:
+def _has_taken_gradients(run: _BegunProgram, before: Versions) -> bool:
     """Return True if the loss has taken gradients itself.
 
     It has called backward, or a gradient that is not 0 is another than before.
@@ -524,7 +386,7 @@ def _has_taken_gradients(run: _Run, before: Versions) -> bool:
 
 
 class _OptimizerGradients:
-    """Keeps the gradients that optimizers of torch are given in the block, each at its first step."""
+    """Keeps the gradients that optimizers of torch are given, each at its first step."""
 
     def __init__(self, model: Any) -> None:
         self._params: dict[str, Tensor] = {}
@@ -547,87 +409,3 @@ class _OptimizerGradients:
     def full(self) -> Tensors:
         """Return the gradients as full tensors, after the step: then all processes take part."""
         return gathered(self._grads, self._params)
-
-
-# -- watching --------------------------------------------------------------------------------------
-
-
-class Uses:
-    """The parameters of a model in the order in which functions of torch first use them."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._names: dict[int, str] = {}
-        self._others: dict[int, Tensor] = {}  # with the tensors, so that no id is used again
-        self._known: list[Tensor] = []
-        self._order: dict[str, None] = {}  # a set in order
-
-    def see(self, arguments: Sequence[Any]) -> None:
-        """Note the arguments of a function; its first one counts as used last, as a weight before a bias."""
-        names = [self._name_of(x) for x in arguments]
-        for name in reversed(names):
-            if name is not None:
-                self._order.setdefault(name)
-
-    def _name_of(self, x: Any) -> str | None:
-        is_candidate = isinstance(x, Tensor) and x.requires_grad and x.is_leaf
-        if not is_candidate or id(x) in self._others:
-            return None
-        if id(x) not in self._names:
-            self._learn()
-        if id(x) not in self._names:
-            self._others[id(x)] = x
-        return self._names.get(id(x))
-
-    def _learn(self) -> None:
-        """Note the tensors that are parameters now: fully_shard replaces them for the forward."""
-        for name, x in named_parameters(self._model):
-            if id(x) not in self._names:
-                self._names[id(x)] = name
-                self._known.append(x)
-
-    def names(self) -> tuple[str, ...]:
-        """Return the names in order."""
-        return tuple(self._order)
-
-
-class _Watch(InFloat64):
-    """The mode of a run: float64, the number of backward calls, and the order of uses.
-
-    Args:
-        uses: notes parameters while a loss runs; None before and after.
-        backwards: the number of backward calls.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.uses: Uses | None = None
-        self.backwards = 0
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call a function of torch."""
-        is_attribute = getattr(func, "__name__", "") == "__get__"
-        if self.uses is not None and not is_attribute:
-            self.uses.see([*args, *(kwargs or {}).values()])
-        return super().__torch_function__(func, types, args, kwargs)
-
-    @contextmanager
-    def counted_backwards(self) -> Generator[None]:
-        """Count the backward calls in the block; torch has no hook for them."""
-        engine = autograd._engine_run_backward
-
-        def run(*args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
-            self.backwards += accumulate_grad
-            return engine(*args, accumulate_grad=accumulate_grad, **kwargs)
-
-        autograd._engine_run_backward = run
-        try:
-            yield
-        finally:
-            autograd._engine_run_backward = engine

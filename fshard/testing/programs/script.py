@@ -28,8 +28,9 @@ from fshard.testing.programs.certify import PRELOADED
 from fshard.testing.programs.compare import judge_ranks, mesh_text, notes_on
 from fshard.testing.programs.layouts import Parts
 from fshard.testing.programs.loaders import Batches, EndOfInputs, Joining, Reader
-from fshard.testing.programs.precision import Sends, noted_sends
-from fshard.testing.programs.record import RankRecord, Tensors, any_comm_hook
+from fshard.testing.programs.parameters import Tensors
+from fshard.testing.programs.precision import Sends, watched_sends
+from fshard.testing.programs.record import RankRecord, any_comm_hook
 from fshard.testing.programs.substitutions import (
     OnCpu,
     Place,
@@ -119,7 +120,7 @@ def _run(
     seed(seed_value)
     with ExitStack() as stack:
         stack.enter_context(float64_by_default())
-        stack.enter_context(noted_sends(sends))
+        stack.enter_context(watched_sends(sends))
         stack.enter_context(any_comm_hook())
         output = stack.enter_context(_kept_output())
         stack.enter_context(_as_main(script))

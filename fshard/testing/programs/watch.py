@@ -27,11 +27,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fshard.mesh.layout import PyTree, flatten, unflatten
 from fshard.testing.programs.loaders import Reader
-from fshard.testing.programs.precision import Sends, widen
-from fshard.testing.programs.record import (
-    RankRecord,
+from fshard.testing.programs.parameters import (
     Tensors,
-    Uses,
     full_tensors,
     has_flat_parameters,
     named_parameters,
@@ -39,7 +36,10 @@ from fshard.testing.programs.record import (
     unsharded,
     without_wrappers,
 )
+from fshard.testing.programs.precision import Sends, widen
+from fshard.testing.programs.record import RankRecord
 from fshard.testing.programs.substitutions import OnCpu
+from fshard.testing.programs.uses import Uses
 
 
 class Finished(BaseException):
