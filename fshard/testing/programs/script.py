@@ -43,8 +43,8 @@ from fshard.testing.programs.watch import Finished, Start, Watcher
 from fshard.testing.verdicts import float64_by_default
 
 UNSEEN = (
-    "The script ran on CPUs over gloo, in float64, without autocast, dropout and torch.compile, "
-    "with the learning rates of the processes. It does not see: other batches and later steps, "
+    "The script ran on CPUs over gloo, in float64, without mixed precision, dropout and "
+    "torch.compile, with the learning rates of the processes. It does not see: other batches and later steps, "
     "buffers such as BatchNorm's, random draws, an error that one process makes too, and processes "
     "that load equal batches along an axis, which count as one."
 )
@@ -271,8 +271,8 @@ def certify_script(
         parts: the rows of each part of a parameter.
         timeout: seconds that the processes of a mesh may take.
 
-    While it runs, GPUs are the CPU and NCCL is gloo, float32 is float64, dropout is off, autocast
-    and torch.compile do nothing, and loaders have no processes.
+    While it runs, GPUs are the CPU and NCCL is gloo, float32 and mixed precision are float64,
+    dropout is off, torch.compile does nothing, and loaders have no processes.
 
         print(fs.testing.certify_script("train.py", {"data": 2}, ["--layers", "2"]))
     """
