@@ -8,7 +8,7 @@ all:
 
 Both run in float64, so a difference that rounding does not explain is a mistake.
 
-A script, which has no such function, is run as a whole by `certify_script`:
+A script, which has no such function, `certify_script` runs from its first line:
 
     script ─> substitutions    gloo and CPUs for NCCL and GPUs, while it runs
            ─> watch            parameters, gradients and losses, by hooks of torch

@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 class UsageError(ValueError):
-    """A command line that says nothing that can be run."""
+    """A command line without anything that can be run."""
 
     def __init__(self, text: str) -> None:
         super().__init__(f"fshard certify: {text}")

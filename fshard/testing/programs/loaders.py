@@ -3,8 +3,8 @@
     process 0   loader 0: rows 0 1 | rows 4 5        one process   loader 0: rows 0 1 2 3 | 4 5 6 7
     process 1   loader 0: rows 2 3 | rows 6 7
 
-Loaders are numbered in the order in which the script begins to read them. The length that a loader
-says is the one in the processes, since schedules of learning rates depend on it.
+Loaders are numbered in the order in which the script begins to read them. The length of a loader
+is the one in the processes, since schedules of learning rates depend on it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ TRAINS = True
 
 
 class Batches(NamedTuple):
-    """What a process read.
+    """The batches that a process read.
 
     Args:
         loaders: the batches of each pass over a loader.
-        lengths: of loaders, in the order in which the script asked for them.
+        lengths: of loaders, in the order in which the script first took them.
         inputs: what models and losses got, in a script that reads no loader.
         samples: of each batch of a pass, before the loader put them together.
         targets: what the last stage of a pipeline got.
@@ -215,7 +215,7 @@ class _Pass:
         return self
 
     def __next__(self) -> Any:
-        # In the one process, its own batch tells the types of what is replaced.
+        # In the one process, the types of what is replaced are those of its own batch.
         self._own.fetch()
         batch = self._reader.batch(self._key, self._number, self._own)
         self._number += 1

@@ -67,7 +67,7 @@ class Script(NamedTuple):
 
 
 class ScriptRecord(NamedTuple):
-    """What a script did in one process.
+    """The training of a script in one process, and all that it read.
 
     Args:
         rank: its training.
@@ -236,7 +236,7 @@ def _wait_for_others(place: Place) -> None:
         return
     place.store.set(f"end {place.rank}", b"")
     keys = [f"end {rank}" for rank in range(place.size)]
-    with contextlib.suppress(Exception):  # a process that has failed says so itself
+    with contextlib.suppress(Exception):  # a process that has failed reports it
         place.store.wait(keys, timedelta(seconds=10))
 
 
@@ -288,7 +288,7 @@ def certify_script(
     rows: list[CertificateRow] = []
     notes: list[str] = []
     for axes in meshes:
-        runs = _Runs(script, script_alone, Joining(axes, splits or {}), timeout)
+        runs = _ScriptRuns(script, script_alone, Joining(axes, splits or {}), timeout)
         found = runs.verdict(dtype, parts)
         rows += found.rows
         prefix = f"{mesh_text(axes)}: " if len(meshes) > 1 else ""
@@ -302,7 +302,7 @@ class _Verdict(NamedTuple):
     notes: list[str]
 
 
-class _Runs(NamedTuple):
+class _ScriptRuns(NamedTuple):
     """The runs of a script on one mesh."""
 
     script: Script

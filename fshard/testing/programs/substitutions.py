@@ -1,4 +1,4 @@
-"""What a script has in place of GPUs, NCCL, compilers and child processes while it runs.
+"""The replacements that a script has for GPUs, NCCL, compilers and child processes while it runs.
 
     torch.distributed.init_process_group("nccl")    gloo, in the store of this run
     torch.cuda.set_device(1)                        nothing
@@ -419,7 +419,7 @@ def _set_divide_factor(original: Any) -> Any:
 
 
 def _without_mixed_precision(original: Any) -> Any:
-    """Return a check of arguments of Hugging Face's Trainer that asks for no GPU."""
+    """Return a check of arguments of Hugging Face's Trainer that needs no GPU."""
 
     def check(arguments: Any) -> None:
         arguments.bf16 = False
@@ -543,7 +543,7 @@ def table(place: Place) -> list[Substitution]:
     )
     for package in ("lightning_fabric", "lightning.fabric"):
         name = f"{package}.fabric:Fabric.__init__"
-        rows.append(Substitution(name, _fabric_init(place), "it counts GPUs, and asks for some"))
+        rows.append(Substitution(name, _fabric_init(place), "it counts GPUs"))
     for name, value in _of_cuda(place).items():
         rows.append(Substitution(f"torch.cuda:{name}", _always(value), "there are no GPUs"))
     if place.seed_shift:
@@ -605,7 +605,7 @@ class _AfterImport(MetaPathFinder):
         """Find a module as all others do, and let its import end with the replacements."""
         if fullname not in self._rows or fullname in self._searched:
             return None
-        self._searched.add(fullname)  # the search below comes here again
+        self._searched.add(fullname)  # the search below calls this again
         spec = find_spec(fullname)
         self._searched.discard(fullname)
         if spec is None or spec.loader is None:

@@ -47,7 +47,7 @@ class Finished(BaseException):
 
 
 class Start(NamedTuple):
-    """What the one process begins with, and the learning rates that it takes.
+    """The values that the one process begins with, and the learning rates that it takes.
 
     Args:
         values: of parameters and buffers by name: the one is taken that has the right shape.
@@ -210,7 +210,7 @@ class Watcher:
         self.buffers.update({prefix + name: x for name, x in buffers.items()})
 
     def _prefix(self, module: nn.Module, names: Sequence[str]) -> str:
-        """Return what tells the parameters of a module from those of another one."""
+        """Return what the names of a module's parameters begin with, so that each is another."""
         if not any(name in self.start for name in names):
             return ""
         inner: Any = module
@@ -338,7 +338,7 @@ class Watcher:
         if optimizer is not self._optimizers[0]:
             return
         self._first_steps += 1
-        # Others may step after it in the same turn: a single step does not tell.
+        # Others may step after it in the same turn: a single step does not show it.
         is_only_one = self._steps > 1 and len(self._optimizers) == 1
         if is_only_one and self._first_steps == self._steps:
             raise Finished
@@ -377,7 +377,7 @@ class Watcher:
             for name, x in full_gradients(module, None).items():
                 taken = grads.get(prefix + name)
                 if taken is not None and torch.equal(x, taken):
-                    x = taken  # which goes to the parent once
+                    x = taken  # which is sent to the parent once
                 given[prefix + name] = x
         return grads, given
 
