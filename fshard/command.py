@@ -21,6 +21,7 @@ from fshard.testing.programs import command as certify
 USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard doctor [--processes N] [--device cpu|cuda] [--json]
        fshard certify FILE:NAME --mesh data=4 [--mesh data=2,model=2] [--steps N] [--json OUT]
+       fshard certify --run FILE --mesh data=4 [--steps N] [--alone ARGUMENTS] [-- ARGUMENTS]
        fshard plan CONFIG --devices N[,N] --gpu NAME --global-batch N [--sequence N]
                    [--tokens 15T] [--price P] [--tensor N[,N] ...] [--why LAYOUT] [-o FILE]
        fshard explore PLAN [PLAN] [-o PAGE]
@@ -34,7 +35,8 @@ USAGE = """usage: fshard run [options] [-m] FILE ...
 run      start a file in several processes: fshard run train.py (options: fshard run --help);
          with --elastic the others go on when one dies
 doctor   show versions, devices and the speed between processes, and check every collective
-certify  compare a program of torch.distributed in processes with one process, gradient by gradient
+certify  compare a program of torch.distributed in processes with one process, gradient by gradient;
+         with --run a script as torchrun runs it, without an edit
 plan     rank meshes and options of training a model of Hugging Face, by its config.json
 explore  write a plan of fshard plan -o as one HTML file, or two with what differs, or the
          collectives that a program of torch.distributed has called (.json)

@@ -247,7 +247,7 @@ def test_tests_mirror_the_packages():
     for folder in folders:
         is_package = (PACKAGE / folder).is_dir()
         is_module = (PACKAGE / folder).with_suffix(".py").is_file()
-        if folder.name != "helpers" and not is_package and not is_module:
+        if folder.name not in ("helpers", "scripts") and not is_package and not is_module:
             strangers.append(str(folder))
     assert strangers == []
 
@@ -406,9 +406,11 @@ FELT_FOR = {
     "plan/program.py": "transformers: layers of experts",
     "testing/plugin.py": "pytest and Python: fixtures, notes of errors",
     "testing/programs/command.py": "Python: notes of errors",
+    "testing/programs/loaders.py": "torch: the fetcher of a loader; named tuples",
     "testing/programs/precision.py": "torch: the modules of its functions",
     "testing/programs/record.py": "transformers: the loss of an output",
     "testing/programs/uses.py": "torch: reads of attributes",
+    "testing/programs/watch.py": "torch: reads of attributes, wrappers of modules",
 }
 
 

@@ -2,7 +2,8 @@
 
 certify        compares a sharded training run with one on one device: of loss functions, modules
                and optimizers
-programs       certifies a program of plain torch.distributed: `certify_program`, `fshard certify`
+programs       certifies a program or a script of plain torch.distributed: `certify_program`,
+               `certify_script`, `fshard certify`
 kill           kills devices at chosen moments: `kill`, `moments`
 processes      runs a function in several processes: `run_processes(fn, n)`
 plugin         for pytest: the `mesh` fixture and marker
@@ -23,7 +24,7 @@ from fshard.testing.certify import (
 )
 from fshard.testing.kill import kill, moments
 from fshard.testing.processes import Processes, run_processes
-from fshard.testing.programs import certify_program
+from fshard.testing.programs import certify_program, certify_script
 
 
 def __getattr__(name: str) -> Any:
@@ -39,6 +40,7 @@ __all__ = [
     "certify",
     "certify_module",
     "certify_program",
+    "certify_script",
     "check_elementwise",
     "dyadic_like",
     "kill",

@@ -1,13 +1,20 @@
-"""The command `fshard certify FILE:NAME`: does a program train in processes as in one?"""
+"""The command `fshard certify`: does a program, or a script, train in processes as in one?
+
+fshard certify train.py:program --mesh data=2              a function program(rank, world)
+fshard certify --run train.py --mesh data=2 -- --lr 0.1    a script as torchrun runs it
+"""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fshard.rounding import TOLERANCES
+from fshard.testing.certificate import Certificate
 from fshard.testing.certificate_page import certificate_page
 from fshard.testing.programs.certify import certify_program
 from fshard.testing.programs.source import program_named
@@ -16,29 +23,23 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCES}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Certify a program; return the status of the command.
+    """Certify a program or a script; return the status of the command.
 
-    It is 0 if the program trains as in one process, 1 if it does not, 2 if there is an error.
+    It is 0 if it trains as in one process, 1 if it does not, 2 if there is an error.
     """
-    options = _parser().parse_args(arguments)
+    words, of_script = _divided(arguments)
+    options = _parser().parse_args(words)
     try:
-        program = program_named(options.program)
         meshes = [_axes(text) for text in options.mesh]
-        splits = dict([_split(text) for text in options.split])
-        parts = dict([_parts(text) for text in options.parts])
-    except (ValueError, OSError) as error:  # a mistake of the command line
+        if options.steps is not None and options.steps < 1:
+            raise UsageError(f"--steps must be >= 1; got {options.steps}.")
+        if options.run is None:
+            certificate = _certified_program(options, meshes, of_script)
+        else:
+            certificate = _certified_script(options, meshes, of_script)
+    except UsageError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    try:
-        certificate = certify_program(
-            program,
-            meshes,
-            steps=options.steps,
-            dtype=DTYPES.get(options.dtype),
-            splits=splits,
-            parts=parts,
-            timeout=options.timeout,
-        )
     except Exception as error:
         notes = getattr(error, "__notes__", ())
         lines = [f"{type(error).__name__}: {error}", *notes]
@@ -52,6 +53,77 @@ def run(arguments: Sequence[str]) -> int:
     return 0 if certificate.ok else 1
 
 
+class UsageError(ValueError):
+    """A command line without anything that can be run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"fshard certify: {text}")
+
+
+def _divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words of the command, and those behind `--`, which are the script's.
+
+    >>> _divided(["--run", "train.py", "--", "--steps", "5"])
+    (['--run', 'train.py'], ['--steps', '5'])
+    """
+    words = list(arguments)
+    if "--" not in words:
+        return words, []
+    end = words.index("--")
+    return words[:end], words[end + 1 :]
+
+
+def _certified_program(
+    options: argparse.Namespace, meshes: list[dict[str, int]], of_script: Sequence[str]
+) -> Certificate:
+    if options.program is None:
+        raise UsageError("what to certify must be FILE:NAME or --run FILE; got neither.")
+    if of_script or options.alone is not None:
+        raise UsageError("arguments of a script need --run FILE.")
+    try:
+        program = program_named(options.program)
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error).removeprefix("fshard certify: ")) from None
+    return certify_program(
+        program,
+        meshes,
+        steps=options.steps or 3,
+        dtype=_dtype(options),
+        splits=dict([_split(text) for text in options.split]),
+        parts=dict([_parts(text) for text in options.parts]),
+        timeout=options.timeout or 60.0,
+    )
+
+
+def _certified_script(
+    options: argparse.Namespace, meshes: list[dict[str, int]], of_script: Sequence[str]
+) -> Certificate:
+    from fshard.testing.programs.script import certify_script
+
+    if options.program is not None:
+        raise UsageError(
+            f"what to certify must be one of FILE:NAME and --run FILE; got {options.program} and "
+            f"{options.run}. Arguments of the script stand behind --."
+        )
+    if not Path(options.run).is_file():
+        raise UsageError(f"--run must name a script; got no file {options.run!r}.")
+    return certify_script(
+        options.run,
+        meshes,
+        of_script,
+        steps=options.steps or 2,
+        alone=None if options.alone is None else shlex.split(options.alone),
+        dtype=_dtype(options),
+        splits=dict([_split(text) for text in options.split]),
+        parts=dict([_parts(text) for text in options.parts]),
+        timeout=options.timeout or 180.0,
+    )
+
+
+def _dtype(options: argparse.Namespace) -> Any:
+    return None if options.dtype is None else DTYPES[options.dtype]
+
+
 def _axes(text: str) -> dict[str, int]:
     """Return the axes of a mesh.
 
@@ -63,7 +135,7 @@ def _axes(text: str) -> dict[str, int]:
         name, _, size = pair.partition("=")
         is_size = size.isdecimal() and int(size) > 0
         if not name.isidentifier() or not is_size:
-            raise ValueError(f"fshard certify: a mesh must be like data=2,model=4; got {text!r}.")
+            raise UsageError(f"a mesh must be like data=2,model=4; got {text!r}.")
         axes[name] = int(size)
     return axes
 
@@ -76,7 +148,7 @@ def _split(text: str) -> tuple[str, int]:
     """
     axis, _, dim = text.partition("=")
     if not axis.isidentifier() or not dim.isdecimal():
-        raise ValueError(f"fshard certify: a split must be like context=1; got {text!r}.")
+        raise UsageError(f"a split must be like context=1; got {text!r}.")
     return axis, int(dim)
 
 
@@ -89,19 +161,24 @@ def _parts(text: str) -> tuple[str, tuple[int, ...]]:
     pattern, _, rows = text.rpartition("=")
     are_numbers = all(number.isdecimal() for number in rows.split(","))
     if not pattern or not are_numbers:
-        raise ValueError(f"fshard certify: parts must be like *.qkv.bias=64,16,16; got {text!r}.")
+        raise UsageError(f"parts must be like *.qkv.bias=64,16,16; got {text!r}.")
     return pattern, tuple([int(number) for number in rows.split(",")])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fshard certify",
-        description="Train a program of torch.distributed on CPUs in processes and in one, and "
-        "compare losses, gradients and parameters: see fshard.testing.certify_program. Status 0: "
-        "they agree; 1: they do not; 2: an error.",
+        usage="fshard certify (FILE:NAME | --run FILE) --mesh data=2 [options] [-- arguments]",
+        description="Train a program of torch.distributed, or a script of torchrun, on CPUs in "
+        "processes and in one, and compare losses, gradients and parameters: see "
+        "fshard.testing.certify_program and certify_script. Status 0: they agree; 1: they do not; "
+        "2: an error.",
     )
     parser.add_argument(
-        "program", metavar="FILE:NAME", help="a function program(rank, world) in a file"
+        "program", metavar="FILE:NAME", nargs="?", help="a function program(rank, world) in a file"
+    )
+    parser.add_argument(
+        "--run", metavar="FILE", help="a script as it is; its arguments stand behind --"
     )
     parser.add_argument(
         "--mesh",
@@ -109,9 +186,12 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="axes, such as data=2,model=2; several are tried",
     )
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="3; of a script 2")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="the lowest one that tensors may be sent and reduced in"
+        "--alone", metavar="ARGUMENTS", help='of the script in one process, such as "--tp 1"'
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="the lowest precision that tensors may be reduced in"
     )
     parser.add_argument(
         "--split",
@@ -127,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAMES=ROWS",
         help="the rows of each part of fused parameters, such as '*.qkv.bias=64,16,16'",
     )
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for each mesh")
+    parser.add_argument("--timeout", type=float, help="seconds for each mesh: 60, of a script 180")
     parser.add_argument("--json", help="a file for the certificate")
     parser.add_argument("--html", help="a file for a page with the tree of the model's leaves")
     return parser

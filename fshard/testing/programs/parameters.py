@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 Tensors = dict[str, Tensor]
 _WRAPPERS = re.compile(
-    r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)"
+    r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
+    r"|_forward_module|_original_module)(?=\.)"
 )
 
 
@@ -39,7 +40,7 @@ def named_parameters(model: Any) -> list[tuple[str, Tensor]]:
 
 def frozen_names(model: Any) -> frozenset[str]:
     """Return the names of parameters that require no gradient."""
-    with _unsharded(model):
+    with unsharded(model):
         return frozenset([name for name, x in named_parameters(model) if not x.requires_grad])
 
 
@@ -47,7 +48,7 @@ def tied_names(model: Any) -> dict[str, str]:
     """Return the further names of parameters that have several, with their first ones."""
     first_names: dict[int, str] = {}
     tied: dict[str, str] = {}
-    with _unsharded(model):
+    with unsharded(model):
         for name, x in named_parameters(model):
             first = first_names.setdefault(id(x), name)
             if first != name:
@@ -64,7 +65,7 @@ def full_tensors(model: Any, *, gradients: bool = False) -> Tensors:
     has_original = not has_flat_parameters(model) or _uses_original_parameters(model)
     if gradients and not has_original:
         return _flat_gradients(model)
-    with _unsharded(model, gradients=gradients):
+    with unsharded(model, gradients=gradients):
         tensors: Tensors = {}
         for name, x in named_parameters(model):
             if not gradients:
@@ -101,7 +102,7 @@ def gathered(tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Ten
 
 
 @contextmanager
-def _unsharded(model: Any, *, gradients: bool = False) -> Generator[None]:
+def unsharded(model: Any, *, gradients: bool = False) -> Generator[None]:
     """Gather the parameters of FullyShardedDataParallel in the block, if there are any."""
     if not has_flat_parameters(model):
         yield

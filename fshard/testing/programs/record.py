@@ -207,7 +207,7 @@ def _begun(program: Program, axes: Mapping[str, int], steps: int, seed: int) -> 
         stack.enter_context(watched_sends(sends))
         stack.enter_context(watch)
         stack.enter_context(watch.counted_backwards())
-        stack.enter_context(_any_comm_hook())
+        stack.enter_context(any_comm_hook())
         own_seed = 1000 * seed + rank  # so that what is not seeded by the program differs
         torch.manual_seed(own_seed)
         model, loss_fn, batch, step = _parts(program(rank, world))
@@ -220,7 +220,7 @@ def _begun(program: Program, axes: Mapping[str, int], steps: int, seed: int) -> 
 
 
 @contextmanager
-def _any_comm_hook() -> Generator[None]:
+def any_comm_hook() -> Generator[None]:
     """Let DistributedDataParallel take bf16_compress_hook, which it refuses without NCCL."""
     kind = cast("Any", nn.parallel.DistributedDataParallel)
     check = kind._check_comm_hook

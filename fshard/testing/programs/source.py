@@ -45,7 +45,7 @@ def program_named(text: str) -> FromFile:
     if not name:
         raise ValueError(
             f"fshard certify: the program must be {FORM}; got {text!r}. Name the function, as "
-            f"{file.name}:program."
+            f"{file.name}:program, or certify the script as it is: --run {file.name}."
         )
     try:
         tree = ast.parse(file.read_text())

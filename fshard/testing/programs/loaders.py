@@ -1,0 +1,420 @@
+"""The batches that a script reads: recorded in processes, and joined for the one process.
+
+    process 0   loader 0: rows 0 1 | rows 4 5        one process   loader 0: rows 0 1 2 3 | 4 5 6 7
+    process 1   loader 0: rows 2 3 | rows 6 7
+
+Loaders are numbered in the order in which the script begins to read them. The length of a loader
+is the one in the processes, since schedules of learning rates depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.testing.programs.batches import Axes, coordinates_of, equal_axes, joined_batches
+from fshard.testing.programs.record import RankRecord
+
+Key = tuple[bool, int, int]
+"""A pass over a loader: does it train, the number of the loader, the number of the pass."""
+
+TRAINS = True
+
+
+class Batches(NamedTuple):
+    """The batches that a process read.
+
+    Args:
+        loaders: the batches of each pass over a loader.
+        lengths: of loaders, in the order in which the script first took them.
+        inputs: what models and losses got, in a script that reads no loader.
+        samples: of each batch of a pass, before the loader put them together.
+        targets: what the last stage of a pipeline got.
+    """
+
+    loaders: dict[Key, list[PyTree]]
+    lengths: list[int]
+    inputs: list[PyTree]
+    samples: dict[Key, list[Any]]
+    targets: list[PyTree]
+
+    def of_training(self) -> list[PyTree]:
+        """Return the batches of the loader that the script trains on; else the inputs."""
+        passes = [key for key in self.loaders if key[0] is TRAINS]
+        if not passes:
+            return self.inputs
+        last = passes[-1][1]
+        batches: list[PyTree] = []
+        for key in passes:
+            if key[1] == last:
+                batches += self.loaders[key]
+        return batches
+
+
+class Reader:
+    """Watches what a script reads, and gives it other batches in the one process.
+
+    Args:
+        replayed: what the one process reads; None in the processes.
+    """
+
+    def __init__(self, replayed: Batches | None) -> None:
+        self.read = Batches({}, [], [], {}, [])
+        self._replayed = replayed
+        self._number_of: dict[tuple[bool, int], int] = {}
+        self._passes: dict[tuple[bool, int], int] = {}
+        self._number_of_length: dict[int, int] = {}
+        self._alive: list[Any] = []  # a loader that is gone would give its id to another one
+        self._input = 0
+
+    def iterate(self, original: Callable[[Any], Iterator[Any]]) -> Any:
+        """Return the `__iter__` of a class of loaders."""
+
+        def iterate(loader: Any) -> Iterator[Any]:
+            trains = torch.is_grad_enabled()
+            number = self._number(self._number_of, (trains, id(loader)), trains, loader)
+            done = self._passes.get((trains, number), 0)
+            self._passes[trains, number] = done + 1
+            return _Pass(self, (trains, number, done), original(loader), loader)
+
+        return iterate
+
+    def length(self, original: Callable[[Any], int]) -> Any:
+        """Return the `__len__` of a class of loaders."""
+
+        def length(loader: Any) -> int:
+            if id(loader) not in self._number_of_length:
+                self._alive.append(loader)
+                self._number_of_length[id(loader)] = len(self._number_of_length)
+                self.read.lengths.append(original(loader))
+            number = self._number_of_length[id(loader)]
+            if self._replayed is not None and number < len(self._replayed.lengths):
+                return self._replayed.lengths[number]
+            return original(loader)
+
+        return length
+
+    def _number(
+        self, numbers: dict[tuple[bool, int], int], key: tuple[bool, int], trains: bool, x: Any
+    ) -> int:
+        if key not in numbers:
+            self._alive.append(x)
+            numbers[key] = sum(kind == trains for kind, _ in numbers)
+        return numbers[key]
+
+    def batch(self, key: Key, number: int, own: _Own) -> Any:
+        """Return the batch that a script gets from a loader, given the loader's own."""
+        read = self.read.loaders.setdefault(key, [])
+        if self._replayed is not None and key in self._replayed.loaders:
+            batches = self._replayed.loaders[key]
+            if number == len(batches):
+                raise StopIteration
+            batch = batches[number]
+            if isinstance(batch, Uncollated):
+                batch = own.collate(batch.samples)
+                read.append(_plain(batch))
+                return batch
+            read.append(batch)
+            return _like(own.batch, batch)
+        if own.has_ended:
+            raise StopIteration
+        read.append(_plain(own.batch))
+        self.read.samples.setdefault(key, []).append(_plain(own.samples))
+        return own.batch
+
+    def input(self, x: Tensor) -> Tensor:
+        """Return what a model gets, in a script that reads no loader."""
+        if self.has_loader():
+            return x
+        self.read.inputs.append(x.detach().clone())
+        if self._replayed is None:
+            return x
+        if self._input == len(self._replayed.inputs):
+            raise EndOfInputs
+        replayed = self._replayed.inputs[self._input]
+        self._input += 1
+        return replayed.clone()
+
+    def schedule_step(self, original: Callable[..., Any]) -> Any:
+        """Return the step of a pipeline; the one process is the first stage and the last one."""
+
+        def step(schedule: Any, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+            number = len(self.read.targets)
+            if target is not None:
+                self.read.targets.append(_plain(target))
+            elif self._replayed is not None and number < len(self._replayed.targets):
+                target = self._replayed.targets[number]
+                self.read.targets.append(target)
+            return original(schedule, *args, target=target, **kwargs)
+
+        return step
+
+    def has_loader(self) -> bool:
+        """Return True if the script has read a batch for training from a loader."""
+        return any(key[0] is TRAINS for key in self.read.loaders)
+
+    def count(self) -> int:
+        """Return the number of batches that were read for training."""
+        return len(self.read.of_training())
+
+
+class EndOfInputs(BaseException):
+    """Ends a script that takes more inputs in the one process than in the processes."""
+
+
+class Uncollated(NamedTuple):
+    """Samples that the loader of the one process puts together: it pads them to one length."""
+
+    samples: list[Any]
+
+
+class _Own:
+    """The batches of a loader itself."""
+
+    def __init__(self, original: Iterator[Any]) -> None:
+        self.batch: Any = None
+        self.samples: Any = None
+        self.has_ended = False
+        self._original = original
+        fetcher = getattr(original, "_dataset_fetcher", None)
+        self._collate = getattr(fetcher, "collate_fn", None)
+        if self._collate is not None:
+            cast("Any", fetcher).collate_fn = self.collate
+
+    def collate(self, samples: Any) -> Any:
+        """Put samples together as the loader does."""
+        self.samples = samples
+        assert self._collate is not None
+        return self._collate(samples)
+
+    def fetch(self) -> None:
+        """Take the next batch; the last one stays when there is none."""
+        if self.has_ended:
+            return
+        try:
+            self.batch = next(self._original)
+        except StopIteration:
+            self.has_ended = True
+
+
+class _Pass:
+    """A pass over a loader."""
+
+    def __init__(self, reader: Reader, key: Key, original: Iterator[Any], loader: Any) -> None:
+        self._reader = reader
+        self._key = key
+        self._loader = loader
+        self._number = 0
+        self._own = _Own(original)
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        # In the one process, the types of what is replaced are those of its own batch.
+        self._own.fetch()
+        batch = self._reader.batch(self._key, self._number, self._own)
+        self._number += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+def _plain(batch: Any) -> PyTree:
+    """Return a batch as dicts, lists, tuples and copies of tensors, which any process can read."""
+    if isinstance(batch, Tensor):
+        return batch.detach().clone()
+    if isinstance(batch, Mapping):
+        return {str(key): _plain(x) for key, x in cast(Mapping[Any, Any], batch).items()}
+    if isinstance(batch, list | tuple):
+        values = [_plain(x) for x in cast(Sequence[Any], batch)]
+        return values if isinstance(batch, list) else tuple(values)
+    return batch
+
+
+def _like(template: Any, batch: PyTree) -> Any:
+    """Return a plain batch in the types of another one."""
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    if isinstance(batch, dict):
+        values: dict[Any, Any] = {}
+        templates = template if isinstance(template, Mapping) else {}
+        keys = {str(key): key for key in cast(Mapping[Any, Any], templates)}
+        for name, x in cast(dict[str, Any], batch).items():
+            key = keys.get(name, name)
+            values[key] = _like(templates.get(key), x)
+        is_other = isinstance(template, Mapping) and not isinstance(template, dict)
+        return cast("Any", type(template))(values) if is_other else values
+    if isinstance(batch, list | tuple):
+        length = len(template) if isinstance(template, list | tuple) else 0
+        items: list[Any] = []
+        for number, x in enumerate(cast(Sequence[Any], batch)):
+            items.append(_like(template[number] if number < length else None, x))
+        if hasattr(template, "_fields"):
+            return cast("Any", type(template))(*items)
+        return items if isinstance(batch, list) else tuple(items)
+    return batch
+
+
+# -- in the parent ---------------------------------------------------------------------------------
+
+
+class Joining(NamedTuple):
+    """How the batches of processes become those of one.
+
+    Args:
+        axes: of the mesh.
+        splits: the dim of batches that is split along an axis, if it is not the rows.
+        turn: the number of batches in a microbatch, to give the microbatches of the processes one
+            after another, to a script that takes more of them in fewer processes. 0 joins them.
+        repeats: give equal microbatches of several processes as often as these have them.
+    """
+
+    axes: Axes
+    splits: Mapping[str, int]
+    turn: int = 0
+    repeats: bool = False
+
+    def joined(self, ranks: Sequence[Batches]) -> Batches:
+        """Return what the one process reads."""
+        loaders: dict[Key, list[PyTree]] = {}
+        for key, batches in ranks[0].loaders.items():
+            have_all = all(key in rank.loaders for rank in ranks)
+            if have_all:
+                loaders[key] = self._joined_pass(ranks, key)
+            elif key[0] is TRAINS:
+                # Process 0 reads a batch for each process, and sends them.
+                n = len(ranks)
+                groups = [batches[i : i + n] for i in range(0, len(batches), n)]
+                loaders[key] = [_in_one(group) for group in groups if len(group) == n]
+        inputs = self._joined([rank.inputs for rank in ranks])
+        return Batches(loaders, ranks[0].lengths, inputs, {}, _joined_targets(ranks))
+
+    def _joined_pass(self, ranks: Sequence[Batches], key: Key) -> list[PyTree]:
+        batches = [rank.loaders[key] for rank in ranks]
+        try:
+            return self._joined(batches)
+        except ValueError:
+            # They differ in more than rows, as where each is padded to a length of its own.
+            samples = [rank.samples.get(key, []) for rank in ranks]
+            if not all(isinstance(x, list) for each in samples for x in each):
+                raise
+            number = min(len(each) for each in samples)
+            if number < min(len(each) for each in batches):
+                raise
+            return self._uncollated(batches, samples, number)
+
+    def _uncollated(
+        self, batches: Sequence[list[PyTree]], samples: Sequence[list[Any]], number: int
+    ) -> list[PyTree]:
+        """Return the samples of all processes; of those whose batches are equal, of one."""
+        records = [_record(flatten(each[:number])[0]) for each in batches]
+        equal = equal_axes(records, self.axes)
+        members: list[int] = []
+        for rank, coordinates in enumerate(coordinates_of(self.axes)):
+            repeats = [i for i, name in zip(coordinates, self.axes, strict=True) if name in equal]
+            if not any(repeats):
+                members.append(rank)
+        uncollated: list[PyTree] = []
+        for i in range(number):
+            together: list[Any] = []
+            for rank in members:
+                together += samples[rank][i]
+            uncollated.append(Uncollated(together))
+        return uncollated
+
+    def _joined(self, ranks: Sequence[Sequence[PyTree]]) -> list[PyTree]:
+        """Return the batches of all processes: joined, or those of one after another."""
+        number = min(len(batches) for batches in ranks)
+        if not number:
+            return []
+        lists = [list(batches[:number]) for batches in ranks]
+        if self.turn:
+            return _in_turn(lists if self.repeats else _different(lists), self.turn)
+
+        leaves_of_ranks = [flatten(batches)[0] for batches in lists]
+        _, structure = flatten(lists[0])
+        if len({len(leaves) for leaves in leaves_of_ranks}) > 1:
+            raise ValueError("certify: the batches of processes must have the same structure.")
+        columns = [*zip(*leaves_of_ranks, strict=True)]
+        rows: set[int] = set()
+        for column in columns:
+            if not _are_equal(column):
+                rows.update([len(x) for x in column if _has_rows(x)])
+        kept: dict[int, Any] = {}
+        for position, column in enumerate(columns):
+            # A mask that all rows share is no rows, and a text is nothing to compute with.
+            is_shared = not _has_rows(column[0]) or len(column[0]) not in rows
+            is_text = isinstance(column[0], str)
+            if is_text or (is_shared and _are_equal(column)):
+                kept[position] = column[0]
+
+        records: list[RankRecord] = []
+        for leaves in leaves_of_ranks:
+            records.append(_record([x for i, x in enumerate(leaves) if i not in kept]))
+        (leaves_of_all,) = joined_batches(records, self.axes, self.splits)
+        joined = iter(leaves_of_all)
+        leaves = [kept[i] if i in kept else next(joined) for i in range(len(columns))]
+        return cast(list[PyTree], unflatten(structure, leaves))
+
+
+def _in_turn(lists: Sequence[Sequence[PyTree]], size: int) -> list[PyTree]:
+    """Return a microbatch of each process in turn."""
+    turns: list[PyTree] = []
+    for begin in range(0, len(lists[0]), size):
+        for batches in lists:
+            turns += batches[begin : begin + size]
+    return turns
+
+
+def _different(lists: Sequence[Sequence[PyTree]]) -> list[Sequence[PyTree]]:
+    """Return lists of batches without those that are equal to another one."""
+    different: list[Sequence[PyTree]] = []
+    for batches in lists:
+        leaves = flatten(batches)[0]
+        if not any(_are_equal_lists(leaves, flatten(others)[0]) for others in different):
+            different.append(batches)
+    return different
+
+
+def _are_equal_lists(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
+    return len(xs) == len(ys) and all(map(_are_equal, zip(xs, ys, strict=True)))
+
+
+def _joined_targets(ranks: Sequence[Batches]) -> list[PyTree]:
+    """Return the targets of the ranks that have some; of equal ones, those of one."""
+    different = _different([rank.targets for rank in ranks if rank.targets])
+    if not different:
+        return []
+    return [_in_one(targets) for targets in zip(*different, strict=True)]
+
+
+def _in_one(batches: Sequence[PyTree]) -> PyTree:
+    """Return several batches as one."""
+    records = [_record(flatten(batch)[0]) for batch in batches]
+    (leaves,) = joined_batches(records, {"ranks": len(batches)})
+    return unflatten(flatten(batches[0])[1], list(leaves))
+
+
+def _record(leaves: Sequence[Any]) -> RankRecord:
+    return RankRecord(batches=[leaves], losses=[], start={}, grads=[], params=[])
+
+
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0
+
+
+def _are_equal(column: Sequence[Any]) -> bool:
+    first = column[0]
+    for x in column[1:]:
+        if isinstance(first, Tensor):
+            if not isinstance(x, Tensor) or not torch.equal(first, x):
+                return False
+        elif x != first:
+            return False
+    return True

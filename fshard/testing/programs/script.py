@@ -1,0 +1,499 @@
+"""`certify_script`: a training script as torchrun runs it, without an edit, and in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from itertools import product
+from math import inf, prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from fshard.errors import PromiseError
+from fshard.launching.pool import Processes
+from fshard.testing.certificate import Certificate, CertificateRow
+from fshard.testing.programs.batches import Axes
+from fshard.testing.programs.certify import PRELOADED
+from fshard.testing.programs.compare import judge_ranks, mesh_text, notes_on
+from fshard.testing.programs.layouts import Parts
+from fshard.testing.programs.loaders import Batches, EndOfInputs, Joining, Reader
+from fshard.testing.programs.parameters import Tensors
+from fshard.testing.programs.precision import Sends, watched_sends
+from fshard.testing.programs.record import RankRecord, any_comm_hook
+from fshard.testing.programs.substitutions import (
+    OnCpu,
+    Place,
+    Substitution,
+    seed,
+    substituted,
+    table,
+)
+from fshard.testing.programs.watch import Finished, Start, Watcher
+from fshard.testing.verdicts import float64_by_default
+
+UNSEEN = (
+    "The script ran on CPUs over gloo, in float64, without mixed precision, dropout and "
+    "torch.compile, with the learning rates of the processes. It does not see: other batches and later steps, "
+    "buffers such as BatchNorm's, random draws, an error that one process makes too, and processes "
+    "that load equal batches along an axis, which count as one."
+)
+LINES = 20
+"""Lines of the output of a script that an error quotes."""
+
+
+class Script(NamedTuple):
+    """A file, and how Python runs it."""
+
+    path: str
+    arguments: tuple[str, ...]
+    directory: str
+    steps: int
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return Path(self.path).name
+
+
+class ScriptRecord(NamedTuple):
+    """The training of a script in one process, and all that it read.
+
+    Args:
+        rank: its training.
+        batches: what it read.
+        buffers: at the start.
+        rates: learning rates of each step.
+        counts: the batches that were read before each step.
+        ended_by: the error that ended the script in one process after its first steps, if any.
+    """
+
+    rank: RankRecord
+    batches: Batches
+    buffers: Tensors
+    rates: list[list[float]]
+    counts: list[int]
+    ended_by: str
+
+
+class ScriptError(RuntimeError):
+    """The error of a script, with its place."""
+
+
+# -- in a process ----------------------------------------------------------------------------------
+
+
+def run_in_processes(script: Script) -> ScriptRecord:
+    """Run a script as one of several processes."""
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store)
+    return _run(script, place, 1 + place.rank, None, None)
+
+
+def run_alone(script: Script, replayed: Batches, start: Start) -> ScriptRecord:
+    """Run a script as the only process, with the batches of all. The seeds differ by the rank."""
+    run = int(os.environ["RANK"])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    place = Place(0, 1, HashStore(), seed_shift=1000 * run)
+    return _run(script, place, 1 + 1000 * run, replayed, start)
+
+
+def _run(
+    script: Script, place: Place, seed_value: int, replayed: Batches | None, start: Start | None
+) -> ScriptRecord:
+    mode = OnCpu()
+    reader = Reader(replayed)
+    sends = Sends()
+    ended_by = ""
+    watcher = Watcher(script.steps, mode, reader, sends, start)
+    rows = [*table(place), *_of_watcher(watcher, reader)]
+    seed(seed_value)
+    with ExitStack() as stack:
+        stack.enter_context(float64_by_default())
+        stack.enter_context(watched_sends(sends))
+        stack.enter_context(any_comm_hook())
+        output = stack.enter_context(_kept_output())
+        stack.enter_context(_as_main(script))
+        stack.enter_context(substituted(rows))
+        for handle in watcher.hooks():
+            stack.callback(handle.remove)
+        try:
+            with mode:
+                runpy.run_path(script.path, run_name="__main__")
+        except (Finished, EndOfInputs):
+            pass
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise _error(script, place, error, output) from None
+        except Exception as error:
+            failure = _error(script, place, error, output)
+            if not (place.is_alone and watcher.has_stepped()):
+                raise failure from None
+            ended_by = str(failure)
+        _wait_for_others(place)
+
+    return ScriptRecord(
+        watcher.record(), reader.read, watcher.buffers, watcher.rates, watcher.counts, ended_by
+    )
+
+
+def _of_watcher(watcher: Watcher, reader: Reader) -> list[Substitution]:
+    """Return the substitutions by which a script is watched."""
+    rows = [
+        Substitution("torch.nn:Module._call_impl", watcher.call, "global hooks see no keywords")
+    ]
+    for name in (
+        "torch.utils.data:DataLoader",
+        "torchdata.stateful_dataloader:StatefulDataLoader",
+    ):
+        rows.append(Substitution(f"{name}.__iter__", reader.iterate, "batches are recorded"))
+    for name in ("PipelineScheduleSingle", "PipelineScheduleMulti"):
+        path = f"torch.distributed.pipelining.schedules:{name}.step"
+        reason = "the one process is the last stage, too"
+        rows.append(Substitution(path, reader.schedule_step, reason))
+    rows.append(
+        Substitution("torch.utils.data:DataLoader.__len__", reader.length, "schedules depend on it")
+    )
+    return rows
+
+
+@contextlib.contextmanager
+def _as_main(script: Script) -> Generator[None]:
+    """Let the process be as Python has it when it begins a script."""
+    path = str(Path(script.path).parent)
+    before = [*sys.argv], [*sys.path]
+    os.environ.update(
+        ACCELERATE_USE_CPU="true",
+        TORCHELASTIC_RUN_ID="none",
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_MAX_RESTARTS="0",
+        GROUP_RANK="0",
+        ROLE_RANK=os.environ["RANK"],
+        GROUP_WORLD_SIZE="1",
+        ROLE_WORLD_SIZE=os.environ["WORLD_SIZE"],
+    )
+    os.chdir(script.directory)
+    sys.argv[:] = [script.path, *script.arguments]
+    sys.path.insert(0, path)
+    try:
+        yield
+    finally:
+        sys.argv[:], sys.path[:] = before
+
+
+@contextlib.contextmanager
+def _kept_output() -> Generator[Path]:
+    """Write what the script writes to a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "output"
+        kept = [os.dup(1), os.dup(2)]
+        with path.open("wb") as file:
+            for number in (1, 2):
+                os.dup2(file.fileno(), number)
+        try:
+            yield path
+        finally:
+            _flush()
+            for number, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _error(script: Script, place: Place, error: BaseException, output: Path) -> ScriptError:
+    """Return the error of a script as one line, with the end of its output as a note."""
+    _flush()
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == script.path]
+    where = f"{script.name}:{lines[-1]}" if lines else script.name
+    process = "the one process" if place.is_alone else f"rank {place.rank} of {place.size}"
+    text = str(error).strip().partition("\n")[0]
+    failure = ScriptError(f"{where} raised in {process}: {type(error).__name__}: {text}")
+    written = output.read_text(errors="replace").splitlines()
+    trace = "".join(traceback.format_exception(error)).splitlines()
+    failure.add_note("\n".join([*written[-LINES:], *trace[-LINES:]]))
+    return failure
+
+
+def _wait_for_others(place: Place) -> None:
+    """Wait until all have ended: one that leaves closes its connections, which others may read."""
+    if place.is_alone:
+        return
+    place.store.set(f"end {place.rank}", b"")
+    keys = [f"end {rank}" for rank in range(place.size)]
+    with contextlib.suppress(Exception):  # a process that has failed reports it
+        place.store.wait(keys, timedelta(seconds=10))
+
+
+# -- in the parent ---------------------------------------------------------------------------------
+
+
+def certify_script(
+    path: str | Path,
+    meshes: Axes | Sequence[Axes],
+    args: Sequence[str] = (),
+    *,
+    steps: int = 2,
+    alone: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    splits: Mapping[str, int] | None = None,
+    parts: Parts | None = None,
+    timeout: float = 180.0,
+) -> Certificate:
+    """Run a training script in gloo processes, as torchrun does, and in one, and compare the runs.
+
+    The script is not edited. Its batches are those of its DataLoader, or the arguments of its model
+    and loss; its steps those of optimizers of torch.
+
+    Args:
+        path: of the script.
+        meshes: axes and sizes, such as {"data": 2, "model": 2}; one or several.
+        args: of the script.
+        steps: after so many steps of the first optimizer the script ends.
+        alone: the arguments in one process, where they are others, as `--tp 1`.
+        dtype: see `certify_program`, as for `splits` and `parts`.
+        splits: the dim of batches that is split along an axis.
+        parts: the rows of each part of a parameter.
+        timeout: seconds that the processes of a mesh may take.
+
+    While it runs, GPUs are the CPU and NCCL is gloo, float32 and mixed precision are float64,
+    dropout is off, torch.compile does nothing, and loaders have no processes.
+
+        print(fs.testing.certify_script("train.py", {"data": 2}, ["--layers", "2"]))
+    """
+    meshes = [meshes] if isinstance(meshes, Mapping) else list(meshes)
+    file = Path(path).resolve()
+    if not meshes or steps < 1 or not file.is_file():
+        raise ValueError(
+            f"certify_script: a file, a mesh and steps >= 1 are needed; got {path}, {meshes}, "
+            f"{steps=}."
+        )
+    script = Script(str(file), tuple(args), str(Path.cwd()), steps)
+    script_alone = script if alone is None else script._replace(arguments=tuple(alone))
+    rows: list[CertificateRow] = []
+    notes: list[str] = []
+    for axes in meshes:
+        runs = _ScriptRuns(script, script_alone, Joining(axes, splits or {}), timeout)
+        found = runs.verdict(dtype, parts)
+        rows += found.rows
+        prefix = f"{mesh_text(axes)}: " if len(meshes) > 1 else ""
+        notes += [prefix + note for note in found.notes]
+    title = f"{file.name}: processes against one process"
+    return Certificate(tuple(rows), steps, title, UNSEEN, "mesh", tuple(notes))
+
+
+class _Verdict(NamedTuple):
+    rows: list[CertificateRow]
+    notes: list[str]
+
+
+class _ScriptRuns(NamedTuple):
+    """The runs of a script on one mesh."""
+
+    script: Script
+    script_alone: Script
+    joining: Joining
+    timeout: float
+
+    def verdict(self, dtype: torch.dtype | None, parts: Parts | None) -> _Verdict:
+        """Run a script in the processes of a mesh and in one, and judge it."""
+        axes = self.joining.axes
+        mesh = mesh_text(axes)
+        with self._processes(prod(axes.values())) as pool:
+            ranks = _outcomes(pool, run_in_processes, self.script)
+        numbers = [len(each.rank.params) for each in ranks]
+        if not any(numbers):
+            raise PromiseError(
+                f"certify: {self.script.name} must step an optimizer of torch.optim; got no step. "
+                "Give its model, loss, batch and step to the other form, fshard certify FILE:NAME."
+            )
+        if len(set(numbers)) > 1:
+            text = f"the ranks have made {numbers} steps of optimizers"
+            return _Verdict([_row(mesh, "steps", text)], [])
+
+        start = _start_of(ranks, axes)
+        single, repeated = self._alone(ranks, start, self.joining)
+        if not single.counts or single.counts[0] > ranks[0].counts[0]:
+            single, repeated = self._in_turn(ranks, start, single)
+        _validate(self.script.name, single, repeated, ranks)
+
+        different = _rows_of_starts(mesh, ranks, single)
+        if different:
+            return _Verdict(different, [])
+        record = single.rank
+        number = len(record.params)
+        records = [_first_steps(each.rank, number) for each in ranks]
+        rows = judge_ranks(axes, records, record, dtype, parts)
+        rows += _rows_of_kept_gradients(mesh, record)
+        notes = notes_on(axes, records, record, dtype)
+        if single.ended_by:
+            notes.append(f"{number} of {numbers[0]} steps are judged: {single.ended_by}.")
+        return _Verdict(rows, notes)
+
+    def _in_turn(
+        self, ranks: Sequence[ScriptRecord], start: Start, single: ScriptRecord
+    ) -> tuple[ScriptRecord, ScriptRecord]:
+        """Run the script alone, with more microbatches in a step than each of the processes takes."""
+        taken = ranks[0].counts[0]
+        turn = max(1, taken // max(1, ranks[0].rank.backwards[0]))
+        in_turn = self.joining._replace(turn=turn, repeats=_takes(single, taken, len(ranks)))
+        runs = self._alone(ranks, start, in_turn)
+        has_ended = len(runs[0].rank.params) < len(ranks[0].rank.params)
+        if not in_turn.repeats and has_ended:
+            runs = self._alone(ranks, start, in_turn._replace(repeats=True))
+        return runs
+
+    def _processes(self, n: int) -> Processes:
+        return Processes(n, timeout=self.timeout, preload=PRELOADED)
+
+    def _alone(
+        self, ranks: Sequence[ScriptRecord], start: Start, joining: Joining
+    ) -> tuple[ScriptRecord, ScriptRecord]:
+        """Run the script in one process; twice beside each other, with other seeds."""
+        replayed = joining.joined([each.batches for each in ranks])
+        with self._processes(2) as pool:
+            first, second = _outcomes(pool, run_alone, self.script_alone, replayed, start)
+        return first, second
+
+
+def _outcomes(pool: Processes, fn: Any, *args: Any) -> list[ScriptRecord]:
+    """Run in the processes of a pool; raise the error of the script as one line."""
+    try:
+        return pool.run_last(fn, *args)
+    except ScriptError as error:
+        failure = PromiseError(f"certify: {error}")
+        for note in error.__notes__[:1]:
+            failure.add_note(note)
+        raise failure from None
+
+
+def _start_of(ranks: Sequence[ScriptRecord], axes: Axes) -> Start:
+    """Return what the one process begins with."""
+    names: dict[str, None] = {}
+    for each in ranks:
+        names.update(dict.fromkeys(each.rank.start))
+    params: dict[str, list[Tensor]] = {}
+    for name in names:
+        values = [each.rank.start[name] for each in ranks if name in each.rank.start]
+        params[name] = [values[0]]
+        have_all = len(values) == len(ranks)
+        if have_all and any(not _is_same(values[0], x) for x in values):
+            params[name] += full_candidates(values, axes)
+
+    for each in ranks:
+        for name, x in each.buffers.items():
+            params.setdefault(name, [x])
+    return Start(params, ranks[0].rates)
+
+
+def full_candidates(parts: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+    """Return the full tensors of which the ranks may have parts, along one axis of the mesh."""
+    numbers = torch.arange(len(parts)).reshape(*axes.values())
+    candidates: list[Tensor] = []
+    for axis, dim in product(range(len(axes)), range(parts[0].ndim)):
+        lines = (
+            numbers.movedim(axis, -1).flatten(0, -2).tolist()
+            if len(axes) > 1
+            else [numbers.tolist()]
+        )
+        fulls: list[Tensor] = []
+        for line in lines:
+            shapes = {x.shape[:dim] + x.shape[dim + 1 :] for x in [parts[rank] for rank in line]}
+            if len(shapes) == 1:
+                fulls.append(torch.cat([parts[rank] for rank in line], dim))
+        if len(fulls) == len(lines) and all(_is_same(fulls[0], x) for x in fulls):
+            candidates.append(fulls[0])
+    return candidates
+
+
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x, y)
+
+
+def _takes(single: ScriptRecord, taken: int, n: int) -> bool:
+    """Return True if a step in one process has as many batches as n steps that take some each."""
+    return bool(single.counts) and single.counts[0] == n * taken
+
+
+def _first_steps(record: RankRecord, number: int) -> RankRecord:
+    return record._replace(
+        batches=record.batches[:number],
+        losses=record.losses[:number],
+        grads=record.grads[:number],
+        params=record.params[:number],
+        given=record.given[:number],
+        kept=record.kept[:number],
+        backwards=record.backwards[:number],
+    )
+
+
+def _validate(
+    name: str, single: ScriptRecord, repeated: ScriptRecord, ranks: Sequence[ScriptRecord]
+) -> None:
+    """Raise if the run in one process is no measure for the others."""
+    number = len(single.rank.params)
+    expected = len(ranks[0].rank.params)
+    if number < expected and not single.ended_by:
+        raise PromiseError(
+            f"certify: {name} must make as many steps in one process as in {len(ranks)}; got {number} "
+            f"and {expected} with the same batches. Give the arguments of one process by --alone."
+        )
+    if single.rank.losses != repeated.rank.losses:
+        raise PromiseError(
+            f"certify: {name} must draw nothing in its steps; got other losses with other seeds: "
+            f"{single.rank.losses} and {repeated.rank.losses}. Batches by a DataLoader and dropout "
+            "of torch are taken care of; leave out other draws, as noise."
+        )
+
+
+def _row(mesh: str, leaf: str, reason: str) -> CertificateRow:
+    return CertificateRow(mesh, leaf, "DIVERGENT", inf, 0.0, reason, 0)
+
+
+def _rows_of_starts(
+    mesh: str, ranks: Sequence[ScriptRecord], single: ScriptRecord
+) -> list[CertificateRow]:
+    """Return a row for each replicated parameter that begins differently on ranks."""
+    rows: list[CertificateRow] = []
+    for name, full in single.rank.start.items():
+        values = {
+            rank: each.rank.start[name]
+            for rank, each in enumerate(ranks)
+            if name in each.rank.start and each.rank.start[name].shape == full.shape
+        }
+        first = next(iter(values), 0)
+        others = [rank for rank, x in values.items() if not torch.equal(x, values[first])]
+        if others:
+            text = (
+                f"the parameter begins differently on ranks {first} and {others[0]}: broadcast it"
+            )
+            rows.append(_row(mesh, name, text))
+    return rows
+
+
+def _rows_of_kept_gradients(mesh: str, single: RankRecord) -> list[CertificateRow]:
+    """Return a row if a step begins with the gradients of the one before, in all runs."""
+    for step, names in enumerate(single.kept):
+        if names:
+            name = next(name for name in single.start if name in names)
+            text = (
+                f"step {step}: the gradient of {name} was not 0 when the step began, in the one "
+                "process too: call zero_grad() in each step"
+            )
+            return [_row(mesh, "gradients", text)._replace(step=step)]
+    return []

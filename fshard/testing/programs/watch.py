@@ -1,0 +1,433 @@
+"""`Watcher`: what a script trains, seen from torch's own hooks.
+
+    forward of an outermost module     its parameters have their names, and start values
+    backward                           a part of the loss of the next step; gradients
+    before optimizer.step()            the gradients that it is given
+    after optimizer.step()             parameters
+
+Steps inside of a step, as those of ZeroRedundancyOptimizer, are part of the outer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunction  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.testing.programs.loaders import Reader
+from fshard.testing.programs.parameters import (
+    Tensors,
+    full_tensors,
+    has_flat_parameters,
+    named_parameters,
+    tied_names,
+    unsharded,
+    without_wrappers,
+)
+from fshard.testing.programs.precision import Sends, widen
+from fshard.testing.programs.record import RankRecord
+from fshard.testing.programs.substitutions import OnCpu
+from fshard.testing.programs.uses import Uses
+
+
+class Finished(BaseException):
+    """Ends a script that has made its steps. No `except Exception` catches it."""
+
+
+class Start(NamedTuple):
+    """The values that the one process begins with, and the learning rates that it takes.
+
+    Args:
+        values: of parameters and buffers by name: the one is taken that has the right shape.
+        rates: the learning rates of each step.
+    """
+
+    values: Mapping[str, Sequence[Tensor]]
+    rates: list[list[float]]
+
+
+class Root(NamedTuple):
+    """An outermost module that a script has called, and what its names begin with."""
+
+    prefix: str
+    module: nn.Module
+    uses: Uses
+
+
+class Watcher:
+    """Watches the training in this process.
+
+    Args:
+        steps: after so many of the first optimizer the script ends.
+        mode: under which it runs.
+        reader: of its batches.
+        sends: of the script.
+        start: in the one process, what the other processes began with.
+    """
+
+    def __init__(
+        self, steps: int, mode: OnCpu, reader: Reader, sends: Sends, start: Start | None
+    ) -> None:
+        self.start: Tensors = {}
+        self.buffers: Tensors = {}
+        self.rates: list[list[float]] = []
+        self.counts: list[int] = []
+        self._losses: list[float | None] = []
+        self._grads: list[Tensors] = []
+        self._given: list[Tensors] = []
+        self._params: list[Tensors] = []
+        self._kept: list[frozenset[str]] = []
+        self._backwards: list[int] = []
+        self._batches: list[PyTree] = []
+        self._sends_in_step: list[int] = []
+
+        self._steps = steps
+        self._mode = mode
+        self._reader = reader
+        self._sends = sends
+        self._start_of_all = start
+        self._roots: list[Root] = []
+        self._optimizers: list[Optimizer] = []
+        self._depth = 0
+        self._depth_of_step = 0
+        self._first_steps = 0
+        # Of the step that is not there yet.
+        self._loss: float | None = None
+        self._backward = 0
+        self._sends_of_backward = 0
+        self._taken: dict[int, Tensor] = {}
+        self._kept_now: frozenset[str] = frozenset()
+
+        mode.before_backward = self._before_backward
+        mode.after_backward = self._after_backward
+        mode.before_function = self._before_function
+
+    @contextmanager
+    def _aside(self) -> Generator[None]:
+        """Let what is computed and sent in the block be none of the script."""
+        number = self._sends.number
+        dtypes = set(self._sends.dtypes)
+        with DisableTorchFunction():
+            yield
+        self._sends.number = number
+        self._sends.dtypes = dtypes
+
+    def hooks(self) -> list[RemovableHandle]:
+        """Register the hooks of steps, which are for all optimizers."""
+        return [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def has_stepped(self) -> bool:
+        """Return True if an optimizer has made a step."""
+        return bool(self._params)
+
+    def record(self) -> RankRecord:
+        """Return the training so far."""
+        number = len(self._params)
+        frozen: set[str] = set()
+        tied: dict[str, str] = {}
+        order: list[str] = []
+        dtypes: set[torch.dtype] = set()
+        for prefix, module, uses in self._roots:
+            named = named_parameters(module)
+            frozen.update([prefix + name for name, x in named if not x.requires_grad])
+            for name, first in tied_names(module).items():
+                tied[prefix + name] = prefix + first
+            order += [prefix + name for name in uses.names()]
+            dtypes.update([x.dtype for _, x in named])
+        kept = self._kept[:number]
+        if len(self._optimizers) > 1:
+            kept = []  # each zeroes its own, some time before its backward
+        # What is float32 was never used: all else is float64.
+        low_dtypes = dtypes & {torch.bfloat16, torch.float16}
+        return RankRecord(
+            batches=self._batches[:number],
+            losses=self._losses[:number],
+            start=self.start,
+            grads=self._grads[:number],
+            params=self._params,
+            given=self._given[:number],
+            kept=kept,
+            frozen=frozenset(frozen),
+            tied=tied,
+            order=order,
+            backwards=self._backwards[:number],
+            computed_in=frozenset(self._mode.in_forward | low_dtypes),
+            rounded_in=frozenset(self._mode.elsewhere),
+            sent_in=frozenset(self._sends.dtypes),
+            sends_in_step=self._sends_in_step,
+        )
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the call of a module, for all modules."""
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._depth or not torch.is_grad_enabled():
+                return original(module, *args, **kwargs)
+            self._depth += 1
+            try:
+                with self._aside():
+                    self._see(module)
+                    args, kwargs = self._inputs((args, kwargs))
+                return original(module, *args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return call
+
+    def _see(self, module: nn.Module) -> None:
+        """Note an outermost module that has parameters, with the values that they begin with."""
+        known = {id(p) for root in self._roots for p in root.module.parameters()}
+        is_new = any(p.requires_grad and id(p) not in known for p in module.parameters())
+        if not is_new or any(root.module is module for root in self._roots):
+            return
+        for x in (*module.parameters(), *module.buffers()):
+            widen(x)
+        values = full_values(module)
+        buffers = _buffers(module)
+        prefix = self._prefix(module, [*values])
+        if self._start_of_all is not None:
+            _copy_in(module, prefix, self._start_of_all)
+            values = full_values(module)
+        self._roots.append(Root(prefix, module, Uses(module)))
+        self.start.update({prefix + name: x for name, x in values.items()})
+        self.buffers.update({prefix + name: x for name, x in buffers.items()})
+
+    def _prefix(self, module: nn.Module, names: Sequence[str]) -> str:
+        """Return what the names of a module's parameters begin with, so that each is another."""
+        if not any(name in self.start for name in names):
+            return ""
+        inner: Any = module
+        while isinstance(getattr(inner, "module", None), nn.Module):
+            inner = inner.module
+        kind = type(inner).__name__.removeprefix("FSDP")
+        prefix = f"{kind}."
+        number = 1
+        while any(prefix + name in self.start for name in names):
+            number += 1
+            prefix = f"{kind} {number}."
+        return prefix
+
+    def _inputs(self, given: Any) -> Any:
+        leaves, structure = flatten(given)
+        return unflatten(structure, [self._input(x) for x in leaves])
+
+    def _input(self, x: Any) -> Any:
+        is_data = isinstance(x, Tensor) and x.ndim > 0 and not x.requires_grad
+        if not is_data or isinstance(x, DTensor | nn.Parameter):
+            return x
+        return self._reader.input(x)
+
+    def _before_function(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Note the uses of parameters in the forward of a module.
+
+        Outside of it, replace the data that a script takes together with the output of a model.
+        """
+        if not torch.is_grad_enabled() or self._depth_of_step or not self._roots:
+            return args, kwargs
+        if getattr(func, "__name__", "") == "__get__":
+            return args, kwargs
+        with DisableTorchFunction():
+            if self._depth:
+                if not self._params:
+                    for root in self._roots:
+                        root.uses.see([*args, *kwargs.values()])
+                return args, kwargs
+            if self._reader.has_loader():
+                return args, kwargs
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            has_output = any(x.requires_grad and x.grad_fn is not None for x in tensors)
+            if len(tensors) < 2 or not has_output:
+                return args, kwargs
+            inputs = [self._input(x) for x in args]
+            return inputs, {name: self._input(x) for name, x in kwargs.items()}
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def _before_backward(self, loss: Any, is_backward: bool) -> None:
+        """Add a loss to that of the step, and see whether gradients are left from the last one."""
+        self._depth += 1  # what is computed again in a backward is no model of its own
+        if not is_backward:
+            return
+        if isinstance(loss, list | tuple) and len(loss) == 1:
+            loss = loss[0]
+        with self._aside():
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                full = loss.full_tensor() if isinstance(loss, DTensor) else loss
+                self._loss = (self._loss or 0.0) + float(full.detach())
+            if not self._backward:
+                self._kept_now = frozenset(self._nonzero_gradients())
+            self._backward += 1
+
+    def _after_backward(self, is_backward: bool) -> None:
+        self._depth -= 1
+        if not is_backward:
+            return
+        self._sends_of_backward = self._sends.number
+        with self._aside():
+            self._taken = {}
+            for root in self._roots:
+                for p in root.module.parameters():
+                    if p.grad is not None:
+                        self._taken[id(p)] = p.grad.detach().clone()
+
+    def _nonzero_gradients(self) -> list[str]:
+        names: list[str] = []
+        for prefix, module, _ in self._roots:
+            for name, param in named_parameters(module):
+                grad = param.grad
+                local = grad.to_local() if isinstance(grad, DTensor) else grad
+                if local is not None and bool(local.any()):
+                    names.append(prefix + name)
+        return names
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth_of_step += 1
+        if self._depth_of_step > 1:
+            return
+        if all(optimizer is not each for each in self._optimizers):
+            self._optimizers.append(optimizer)
+        is_first = optimizer is self._optimizers[0]
+        if is_first and self._first_steps == self._steps:
+            raise Finished
+
+        with self._aside():
+            self._set_rates(optimizer)
+            self._note_reading()
+            grads, given = self._gradients_of(optimizer)
+            self._grads.append(grads)
+            self._given.append(given)
+        self._losses.append(self._loss)
+        self._backwards.append(self._backward)
+        self._kept.append(self._kept_now)
+        self._loss = None
+        self._backward = 0
+        self._kept_now = frozenset()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth_of_step -= 1
+        if self._depth_of_step:
+            return
+        self._sends_in_step.append(self._sends.number - self._sends_of_backward)
+        with self._aside():
+            params = dict(self.start)
+            for prefix, module, _ in self._roots:
+                params.update({prefix + name: x for name, x in full_values(module).items()})
+            self._params.append({name: params[name] for name in self.start})
+
+        if optimizer is not self._optimizers[0]:
+            return
+        self._first_steps += 1
+        # Others may step after it in the same turn: a single step does not show it.
+        is_only_one = self._steps > 1 and len(self._optimizers) == 1
+        if is_only_one and self._first_steps == self._steps:
+            raise Finished
+
+    def _set_rates(self, optimizer: Optimizer) -> None:
+        """Take the learning rates of the processes: they may depend on the number of these."""
+        step = len(self.rates)
+        if self._start_of_all is not None and step < len(self._start_of_all.rates):
+            rates = self._start_of_all.rates[step]
+            for group, rate in zip(optimizer.param_groups, rates, strict=False):
+                group["lr"] = rate
+        self.rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
+
+    def _note_reading(self) -> None:
+        """Note the batches that were read since the last step."""
+        read = self._reader.read.of_training()
+        before = self.counts[-1] if self.counts else 0
+        self.counts.append(len(read))
+        batch: PyTree = read[before:]
+        if not batch and self._batches:
+            batch = self._batches[-1]  # that of another optimizer
+        self._batches.append(flatten(batch)[0])
+
+    def _gradients_of(self, optimizer: Optimizer) -> tuple[Tensors, Tensors]:
+        """Return the gradients of what an optimizer updates: after the backward, and now."""
+        updated: set[int] = set()
+        for group in optimizer.param_groups:
+            updated.update(map(id, group["params"]))
+        grads: Tensors = {}
+        given: Tensors = {}
+        for prefix, module, _ in self._roots:
+            if not any(id(p) in updated for p in module.parameters()):
+                continue
+            for name, x in full_gradients(module, self._taken).items():
+                grads[prefix + name] = x
+            for name, x in full_gradients(module, None).items():
+                taken = grads.get(prefix + name)
+                if taken is not None and torch.equal(x, taken):
+                    x = taken  # which is sent to the parent once
+                given[prefix + name] = x
+        return grads, given
+
+
+# -- full values -----------------------------------------------------------------------------------
+#
+# Only the processes that have a module take part: others, as those of another stage, are elsewhere.
+
+
+def full_values(module: nn.Module) -> Tensors:
+    """Return copies of the parameters of a module."""
+    with unsharded(module, gradients=False):
+        return {name: _full(x) for name, x in named_parameters(module)}
+
+
+def full_gradients(module: nn.Module, taken: Mapping[int, Tensor] | None) -> Tensors:
+    """Return copies of the gradients of a module: those taken before, or those that are there now.
+
+    A DTensor without a gradient is 0 here, since another process may have one.
+    """
+    grads: Tensors = {}
+    if has_flat_parameters(module):
+        return full_tensors(module, gradients=True)
+    with unsharded(module, gradients=True):
+        for name, x in named_parameters(module):
+            grad = x.grad
+            if taken is not None and id(x) in taken:
+                grad = taken[id(x)]
+            if grad is None and isinstance(x, DTensor) and x.requires_grad:
+                grad = torch.zeros_like(x)
+            if grad is not None:
+                grads[name] = _full(grad)
+    return grads
+
+
+def _full(x: Tensor) -> Tensor:
+    full = x.full_tensor() if isinstance(x, DTensor) else x
+    return full.detach().clone()
+
+
+def _buffers(module: nn.Module) -> Tensors:
+    return {without_wrappers(name): _full(x) for name, x in module.named_buffers()}
+
+
+def _copy_in(module: nn.Module, prefix: str, start: Start) -> None:
+    """Begin with the values of the processes."""
+    buffers = [(without_wrappers(name), x) for name, x in module.named_buffers()]
+    with torch.no_grad():
+        for name, x in (*named_parameters(module), *buffers):
+            local = x.to_local() if isinstance(x, DTensor) else x
+            for value in start.values.get(prefix + name, ()):
+                if value.shape == local.shape:
+                    local.copy_(value)
