@@ -1,12 +1,15 @@
 """`search`: how to train a model with repeated layers on a number of devices, ranked.
 
-all sizes and options ──divide?──> ──traced?──> ──least memory──> ──formula of time──> simulated ──> table
-                      rejected     rejected     rejected          the best             memory: rejected
+all sizes and options ──divide?──> ──traced?──> ──least memory──> ──formula of time──> simulated ──>
+                      rejected     rejected     rejected          the best             rejected
+
+    ──programs of the best──> table
+      memory: rejected
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -18,7 +21,7 @@ from fshard.mesh.layout import PyTree
 from fshard.optim.contract import Optimizer
 from fshard.parallelism.value import Parallelism
 from fshard.plan.cluster import Cluster, assert_cluster
-from fshard.plan.estimate import PlanEstimate
+from fshard.plan.estimate import LONGEST_PROGRAM, PlanEstimate
 from fshard.plan.layers import LayerTracer
 from fshard.plan.models import Transformer
 from fshard.plan.program import Loss, layered_model
@@ -33,6 +36,12 @@ SIMULATED = 48
 
 SHOWN = 10
 """The plans that fit in a table."""
+
+PROGRAMS = 240
+"""The layers, times microbatches, of all programs that a search runs: about seven seconds."""
+
+ERROR = 0.1
+"""The part by which a formula of memory may be wrong: the program of a plan decides if it fits."""
 
 LISTED = 12
 """The rejected plans that are listed."""
@@ -72,12 +81,16 @@ class Plans(Tabular):
         rejected: some that do not, of each kind of reason the nearest first, and one of a reason.
         model_flops: of a step, without recomputation; for model flops utilization.
         tried: the number of plans whose numbers divide.
+        stages: of ZeRO that are one program, by its plan in `estimates`.
     """
 
     estimates: list[PlanEstimate]
     rejected: list[RejectedPlan] = field(repr=False)
     model_flops: float | None
     tried: int
+    stages: Mapping[Parallelism, Sequence[int]] = field(
+        default_factory=dict[Parallelism, Sequence[int]], repr=False
+    )
 
     def __getitem__(self, index: int) -> PlanEstimate:
         return self.estimates[index]
@@ -104,18 +117,24 @@ class Plans(Tabular):
 
         for estimate in self.estimates[:SHOWN]:
             seconds = f"{estimate.seconds:.3g}"
+            if estimate.program is None:
+                seconds = f"~{seconds}"
             utilization = f"{_digits(100 * estimate.utilization(self.model_flops))} %"
             peak = _digits(estimate.peak / 1e9, decimals=1)
             remarks = [text for text in (self.slower(estimate), *estimate.notes) if text]
-            table.add_row(*_row(estimate.plan), seconds, utilization, peak, "; ".join(remarks))
+            row = _row(estimate.plan, self.stages.get(estimate.plan, ()))
+            table.add_row(*row, seconds, utilization, peak, "; ".join(remarks))
         table.add_section()
         for rejected in self.rejected:
             table.add_row(*_row(rejected.plan), "", "", "", rejected.reason)
         shown = min(SHOWN, len(self.estimates))
         table.caption = (
-            f"The best {shown} of {self.tried:,} plans, "
-            f"by the simulated schedules of {len(self.estimates)} that fit"
+            f"The best {shown} of {self.tried:,} plans, by the cost of their programs, "
+            f"of {len(self.estimates)} that are nearly as fast and fit"
         )
+        has_formulas = any([x.program is None for x in self.estimates[:SHOWN]])
+        if has_formulas:
+            table.caption += ". ~ by formulas: the program is too long to run in a search"
         return table
 
     def slower(self, estimate: PlanEstimate) -> str:
@@ -125,7 +144,7 @@ class Plans(Tabular):
             return ""
         longer = dict[str, float]()
         for name, seconds in estimate.terms.items():
-            longer[name] = seconds - first.terms[name]
+            longer[name] = seconds - first.terms.get(name, 0.0)
         name = max(longer, key=lambda name: longer[name])
         is_rounding = longer[name] <= 1e-6 * first.seconds
         if is_rounding:  # it is as fast, or faster: the goal is another one
@@ -138,12 +157,14 @@ def _digits(number: float, decimals: int = 0) -> str:
     return f"{number:,.{decimals}f}" if number >= 1 else f"{number:.2g}"
 
 
-def _row(plan: Parallelism) -> tuple[str, ...]:
-    """Return the cells of a plan, before its numbers."""
+def _row(plan: Parallelism, stages: Sequence[int] = ()) -> tuple[str, ...]:
+    """Return the cells of a plan, before its numbers; `stages` of ZeRO are one program."""
     # Where data is what is left, and nothing is, there is no number of it.
     sizes = plan.axes if plan.data is not None else replace(plan, data=1).axes
     mesh = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
-    zero = f"{plan.zero_stage}, host" if plan.state_memory == "host" else str(plan.zero_stage)
+    zero = " = ".join(map(str, stages)) or str(plan.zero_stage)
+    if plan.state_memory == "host":
+        zero += ", host"
     schedule = ""
     if plan.in_stages:
         has_chunks = plan.chunks is not None and plan.chunks > 1
@@ -219,12 +240,15 @@ def search(
         )
 
     ranked_before, ranked = _GOALS[goal]
-    estimates, passing_memory = _simulated(sorted(fitting, key=ranked_before))
+    simulated, passing_memory = _simulated(sorted(fitting, key=ranked_before))
+    rejected += passing_memory
+    distinct, stages = _distinct_programs(simulated)
+    estimates, passing_memory = _by_programs(distinct, ranked)
     rejected += passing_memory
     if not estimates:
         raise _nothing_fits(rejected, numbers)
     flops = model.flops(global_batch) if isinstance(model, Transformer) else None
-    return Plans(sorted(estimates, key=ranked), _listed(rejected), flops, tried)
+    return Plans(estimates, _listed(rejected), flops, tried, stages)
 
 
 def _counts(devices: int | Sequence[int], global_batch: int) -> tuple[int, ...]:
@@ -256,12 +280,12 @@ def _sorted_out(tried: Iterable[Candidate], tracer: LayerTracer) -> _Sorted:
             rejected.append(RejectedPlan(plan, reason, divided))
             continue
         count += 1
-        estimate = PlanEstimate(plan, tracer)
+        estimate = PlanEstimate(plan, tracer, by_formula=True)
         if error := _trace_error(estimate, errors):
             rejected.append(RejectedPlan(plan, error, "program"))
             continue
         least = estimate.least_memory()
-        if least <= limit:
+        if least <= (1 + ERROR) * limit:
             fitting.append(estimate)
         else:
             over = f"{(least - limit) / 1e9:,.2f} GB over the memory"
@@ -291,11 +315,75 @@ def _simulated(
     for estimate in ranked:
         if len(estimates) == SIMULATED:
             break
-        if reason := estimate.excess():
-            rejected.append(RejectedPlan(estimate.plan, reason, "memory", estimate.peak))
+        is_near = estimate.peak <= (1 + ERROR) * estimate.cluster.memory
+        if is_near and estimate.program_size <= LONGEST_PROGRAM:
+            estimates.append(estimate)  # its program decides
+        elif estimate.excess():
+            rejected.append(_passing_memory(estimate))
         else:
             estimates.append(estimate)
     return estimates, rejected
+
+
+def _passing_memory(estimate: PlanEstimate) -> RejectedPlan:
+    return RejectedPlan(estimate.plan, estimate.excess(), "memory", estimate.peak)
+
+
+def _distinct_programs(
+    estimates: Sequence[PlanEstimate],
+) -> tuple[list[PlanEstimate], dict[Parallelism, list[int]]]:
+    """Return one estimate for each program, and the stages of ZeRO that share it.
+
+    In stages of the model, ZeRO-2 is ZeRO-1: a device reduces gradients after its last microbatch.
+    """
+    distinct = dict[Parallelism, PlanEstimate]()
+    stages = dict[Parallelism, list[int]]()
+    for estimate in sorted(estimates, key=lambda x: x.plan.zero_stage):
+        plan = estimate.plan
+        is_as_one = plan.in_stages and plan.zero_stage == 2
+        first = replace(plan, zero_stage=1) if is_as_one else plan
+        known = distinct.setdefault(first, estimate)
+        stages.setdefault(known.plan, []).append(plan.zero_stage)
+    in_order = [x for x in estimates if x.plan in stages]
+    return in_order, stages
+
+
+def _by_programs(
+    estimates: Sequence[PlanEstimate], ranked: Key
+) -> tuple[list[PlanEstimate], list[RejectedPlan]]:
+    """Return the estimates, the best ones by the cost of their programs, and those that do not fit.
+
+    The best by the formulas are costed by their programs, until all that a table shows are: one that
+    falls behind makes room for another. Programs that are too long together stay by the formulas.
+    """
+    rejected = list[RejectedPlan]()
+    by_formula = sorted(estimates, key=ranked)
+    costed = list[PlanEstimate]()
+    left = PROGRAMS
+    kept = list[PlanEstimate]()  # by the formulas, for good
+    while by_formula:
+        best = by_formula[0]
+        ahead = [x for x in (*costed, *kept) if ranked(x) <= ranked(best)]
+        if len(ahead) >= SHOWN:
+            break
+        del by_formula[0]
+        size = best.program_size
+        if size > min(left, LONGEST_PROGRAM):
+            kept.append(best)
+            continue
+        left -= size
+        estimate = replace(best, by_formula=False)
+        if estimate.excess():
+            rejected.append(_passing_memory(estimate))
+        else:
+            costed.append(estimate)
+    fitting = list[PlanEstimate]()
+    for estimate in (*costed, *kept, *by_formula):
+        if estimate.excess():
+            rejected.append(_passing_memory(estimate))
+        else:
+            fitting.append(estimate)
+    return sorted(fitting, key=ranked), rejected
 
 
 def _listed(rejected: Sequence[RejectedPlan]) -> list[RejectedPlan]:
