@@ -25,6 +25,7 @@ from fshard.plan.cost import Cost, DeviceCost, cost_on_mesh
 from fshard.plan.formulas import shards_params
 from fshard.plan.program import LayeredModel
 from fshard.plan.trace import PURPOSES
+from fshard.transforms.train_step import TrainStep
 
 # Note [Programs are linear]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -206,7 +207,8 @@ def _cost_of_short_program(
     batch = map_leaves(lambda x: x.new_empty((rows, *x.shape[1:])), model.batch)
     arguments = [*program.arguments, batch]
     steps = steps_of_program(plan)
-    return cost_on_mesh(program.step, arguments, mesh, cluster, steps=steps)
+    step = cast(TrainStep, program.step)
+    return cost_on_mesh(step, arguments, mesh, cluster, steps=steps)
 
 
 def _seconds_of_microbatch(plan: Parallelism, cost: Cost) -> float:

@@ -41,7 +41,8 @@ def tracer(model):
 
 
 def estimate(plan, model=SMALL):
-    return PlanEstimate(plan, tracer(model))
+    """Return the numbers of a plan by the formulas."""
+    return PlanEstimate(plan, tracer(model), by_formula=True)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -60,7 +61,7 @@ def test_costs_of_other_microbatches_are_derived(tensor, recompute):
 
 
 @pytest.mark.parametrize("schedule", NAMES)
-def test_the_least_memory_is_at_most_the_peak(schedule):
+def test_the_least_memory_is_at_most_the_peak_of_the_formulas(schedule):
     choices = plan_choices(
         {"rows": (1, 2), "tensor": 1, "schedule": schedule, "zero_stage": (0, 1)}
     )
@@ -136,7 +137,8 @@ def test_plan_that_is_not_slower_has_no_reason():
 
     first = plans[0]
     for plan in plans:
-        is_slower = max(plan.terms[name] - first.terms[name] for name in first.terms) > 1e-9
+        longer = [plan.terms[name] - first.terms.get(name, 0.0) for name in plan.terms]
+        is_slower = max(longer) > 1e-6 * first.seconds
         assert ("ms more" in plans.slower(plan)) == is_slower
     assert "LayerTracer" not in str(first)
 
@@ -166,14 +168,18 @@ def test_plans_are_ranked_with_reasons():
     )
 
 
-def test_the_plan_with_the_least_memory_is_that_of_alllegal_plans():
-    """There are more plans than are simulated, so those with the least time are not enough."""
+def test_the_plan_with_the_least_memory_is_that_of_all_legal_plans():
+    """There are more plans than are simulated, so those with the least time are not enough. The
+    formulas choose; the programs of the best are compared.
+    """
     layered = layered_model(SMALL, None, ADAMW, None, None)
     choices = plan_choices({"rows": (1, 2), "tensor": 1})
-    peaks = [estimate(plan).peak for plan in legal_plans(layered.layers, 8, 64, choices, H100)]
+    estimates = [estimate(plan) for plan in legal_plans(layered.layers, 8, 64, choices, H100)]
+    least = min(estimates, key=lambda x: x.peak)
     options = {"devices": 8, "global_batch": 64, "optimizer": ADAMW, "rows": (1, 2), "tensor": 1}
     plans = search(SMALL, cluster=H100, goal="memory", **options)
-    assert len(peaks) > SIMULATED and plans[0].peak == min(peaks)
+    assert len(estimates) > SIMULATED
+    assert plans[0].peak <= replace(least, by_formula=False).peak
 
 
 class Model(nn.Module):
