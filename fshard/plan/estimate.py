@@ -41,7 +41,12 @@ from fshard.plan.formulas import (
     workspace_of_device,
 )
 from fshard.plan.layers import LayerCost, LayerTracer, ModelCost
-from fshard.plan.shortened import ProgramCost, cost_of_program, size_of_programs
+from fshard.plan.programs.shortened import (
+    ProgramCost,
+    cost_of_program,
+    size_of_programs,
+    steps_of_program,
+)
 from fshard.transforms.module.lazy import without_memory
 
 LONGEST_PROGRAM = 256
@@ -114,14 +119,18 @@ class PlanEstimate:
     @property
     def program_size(self) -> int:
         """The layers, times microbatches, that run for the cost of the program."""
-        return size_of_programs(self.layers, self.plan)
+        return size_of_programs(self.layers, self.plan, self._program_steps)
+
+    @cached_property
+    def _program_steps(self) -> int:
+        return steps_of_program(self.plan, self.approximate_seconds())
 
     @cached_property
     def program(self) -> ProgramCost | None:
         """The cost of the program, from shorter ones; None if these are too long, or not wanted."""
         if self.by_formula or self.program_size > LONGEST_PROGRAM:
             return None
-        return cost_of_program(self.tracer.model, self.plan, self.cluster)
+        return cost_of_program(self.tracer.model, self.plan, self.cluster, self._program_steps)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of the fullest device, by purpose."""

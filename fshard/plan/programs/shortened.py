@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, cast
 
@@ -53,6 +54,9 @@ FEWEST_MICROBATCHES = 3
 
 ALL_FORWARDS_FIRST = ("gpipe", "bfs")
 """The schedules that have no microbatch after which they repeat themselves."""
+
+BRIEF = 0.03
+"""Seconds of a step in which a few sums more would be seen."""
 
 LOSS = "loss"
 """The mark of each microbatch's loss in a program."""
@@ -105,18 +109,22 @@ class ProgramCost:
         return sum(self.memory.values())
 
 
-def cost_of_program(model: LayeredModel, plan: Parallelism, cluster: Cluster) -> ProgramCost:
+def cost_of_program(
+    model: LayeredModel, plan: Parallelism, cluster: Cluster, steps: int
+) -> ProgramCost:
     """Return the cost of the program of a plan, with all layers and microbatches.
 
     Args:
         model: with any number of layers.
         plan: its sizes and options, with `data` as a number.
         cluster: the machine.
+        steps: that run, of which the last one counts: see `steps_of_program`.
     """
     fewest, most = _layers_of_programs(model.layers, plan.stages)
-    numbers = _numbers_of(model, plan, cluster, fewest)
+    run = partial(_numbers_of, model, plan, cluster, steps)
+    numbers = run(fewest)
     if fewest < model.layers:
-        numbers_of_more = _numbers_of(model, plan, cluster, most)
+        numbers_of_more = run(most)
         fraction = Fraction(model.layers - fewest, most - fewest)
         pairs = zip(numbers, numbers_of_more, strict=True)
         numbers = [less.extended(more, fraction) for less, more in pairs]
@@ -130,16 +138,24 @@ def cost_of_program(model: LayeredModel, plan: Parallelism, cluster: Cluster) ->
     return ProgramCost(seconds, memory)
 
 
-def size_of_programs(layers: int, plan: Parallelism) -> int:
-    """Return the layers, times microbatches, that `cost_of_program` runs."""
+def size_of_programs(layers: int, plan: Parallelism, steps: int = 1) -> int:
+    """Return the layers, times microbatches, that `cost_of_program` runs in some steps."""
     fewest, most = _layers_of_programs(layers, plan.stages)
     counts = {fewest} if fewest == layers else {fewest, most}
-    return sum(counts) * _microbatches_of_program(plan) * steps_of_program(plan)
+    return sum(counts) * _microbatches_of_program(plan) * steps
 
 
-def steps_of_program(plan: Parallelism) -> int:
-    """Return the steps that run, of which the last one counts: see `cost_on_mesh`."""
-    return 2 if shards_params(plan) else 1
+def steps_of_program(plan: Parallelism, seconds: float) -> int:
+    """Return the steps that run, of which the last one counts: see `cost_on_mesh`.
+
+    In the first step devices agree on the order of units by a few small sums more. In a step that
+    takes long these are nothing.
+
+    Args:
+        plan: its sizes and options.
+        seconds: of the step, about.
+    """
+    return 2 if shards_params(plan) or seconds < BRIEF else 1
 
 
 def _layers_of_programs(layers: int, stages: int) -> tuple[int, int]:
@@ -173,12 +189,12 @@ def _repeated_microbatches(plan: Parallelism) -> int:
 
 
 def _numbers_of(
-    model: LayeredModel, plan: Parallelism, cluster: Cluster, layers: int
+    model: LayeredModel, plan: Parallelism, cluster: Cluster, steps: int, layers: int
 ) -> list[ProgramNumbers]:
     """Return the numbers of each device in a program of some layers, with all microbatches."""
     microbatches = _microbatches_of_program(plan)
     short = replace(plan, microbatches=microbatches)
-    cost = _cost_of_short_program(model, short, cluster, layers)
+    cost = _cost_of_short_program(model, short, cluster, steps, layers)
     missing = cast(int, plan.microbatches) - microbatches
     seconds_of_missing = 0.0
     if missing:
@@ -192,7 +208,7 @@ def _numbers_of(
 
 
 def _cost_of_short_program(
-    model: LayeredModel, plan: Parallelism, cluster: Cluster, layers: int
+    model: LayeredModel, plan: Parallelism, cluster: Cluster, steps: int, layers: int
 ) -> Cost:
     """Return the cost of the program of some layers, in which each loss is marked."""
     losses = count()
@@ -206,7 +222,6 @@ def _cost_of_short_program(
     rows = plan.rows_of_step
     batch = map_leaves(lambda x: x.new_empty((rows, *x.shape[1:])), model.batch)
     arguments = [*program.arguments, batch]
-    steps = steps_of_program(plan)
     step = cast(TrainStep, program.step)
     return cost_on_mesh(step, arguments, mesh, cluster, steps=steps)
 
