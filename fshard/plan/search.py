@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -25,6 +26,7 @@ from fshard.plan.estimate import LONGEST_PROGRAM, PlanEstimate
 from fshard.plan.layers import LayerTracer
 from fshard.plan.models import Transformer
 from fshard.plan.program import Loss, layered_model
+from fshard.plan.programs.shortened import ProgramCost
 from fshard.plan.space import Candidate, Divided, candidates, divisors_text, plan_choices
 from fshard.tables import Tabular
 
@@ -298,12 +300,17 @@ def _trace_error(estimate: PlanEstimate, errors: dict[Parallelism, str]) -> str:
     """Trace the layers of a plan, once for all that share them alike; return the error, or ""."""
     key = replace(estimate.plan.of_layer(), rows=1)
     if key not in errors:
-        errors[key] = ""
-        try:
-            estimate.tracer.cost(estimate.plan)
-        except (FshardError, ValueError, RuntimeError) as error:
-            errors[key] = str(error).partition("\n")[0]
+        errors[key] = _error_of(partial(estimate.tracer.cost, estimate.plan))
     return errors[key]
+
+
+def _error_of(run: Callable[[], object]) -> str:
+    """Return the first line of the error of a program, or ""."""
+    try:
+        run()
+    except (FshardError, ValueError, RuntimeError) as error:
+        return str(error).partition("\n")[0]
+    return ""
 
 
 def _simulated(
@@ -356,34 +363,28 @@ def _by_programs(
     The best by the formulas are costed by their programs, until all that a table shows are: one that
     falls behind makes room for another. Programs that are too long together stay by the formulas.
     """
-    rejected = list[RejectedPlan]()
-    by_formula = sorted(estimates, key=ranked)
-    costed = list[PlanEstimate]()
-    left = PROGRAMS
-    kept = list[PlanEstimate]()  # by the formulas, for good
-    while by_formula:
-        best = by_formula[0]
-        ahead = [x for x in (*costed, *kept) if ranked(x) <= ranked(best)]
-        if len(ahead) >= SHOWN:
-            break
-        del by_formula[0]
-        size = best.program_size
-        if size > min(left, LONGEST_PROGRAM):
-            kept.append(best)
-            continue
-        left -= size
-        estimate = replace(best, by_formula=False)
-        if estimate.excess():
-            rejected.append(_passing_memory(estimate))
-        else:
-            costed.append(estimate)
     fitting = list[PlanEstimate]()
-    for estimate in (*costed, *kept, *by_formula):
+    rejected = list[RejectedPlan]()
+    left = PROGRAMS
+    for by_formula in sorted(estimates, key=ranked):
+        estimate = by_formula
+        ahead = [x for x in fitting if ranked(x) <= ranked(by_formula)]
+        is_shown = len(ahead) < SHOWN
+        if is_shown and by_formula.program_size <= min(left, LONGEST_PROGRAM):
+            left -= by_formula.program_size
+            estimate = replace(by_formula, by_formula=False)
+            if error := _error_of(partial(_run_program, estimate)):
+                rejected.append(RejectedPlan(estimate.plan, error, "program"))
+                continue
         if estimate.excess():
             rejected.append(_passing_memory(estimate))
         else:
             fitting.append(estimate)
     return sorted(fitting, key=ranked), rejected
+
+
+def _run_program(estimate: PlanEstimate) -> ProgramCost | None:
+    return estimate.program
 
 
 def _listed(rejected: Sequence[RejectedPlan]) -> list[RejectedPlan]:
