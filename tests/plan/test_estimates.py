@@ -148,8 +148,9 @@ def test_named_values_of_layers_that_devices_share_are_kept(mode):
 
 def test_a_search_prints_what_programs_take():
     options = {"devices": 8, "cluster": H100, "global_batch": 32, "optimizer": ADAMW}
-    plans = search(MODELS["tiny"], **options, rows=4, schedule="1f1b", tensor=1, pipeline=(1, 2))
-    for estimate in plans[:3]:
+    options |= {"zero_stage": (1, 3), "recompute": "never", "tensor": 1, "pipeline": 1}
+    plans = search(MODELS["tiny"], **options, rows=4)
+    for estimate in plans:
         report = estimate.cost(MODELS["tiny"].build())
         assert estimate.program is not None
         assert estimate.seconds == pytest.approx(report.seconds, rel=0.03)
