@@ -486,15 +486,17 @@ def _plan(
 ) -> CachedCall:
     """Apply the rule to the global shapes and choose layouts."""
     mesh = arrays[0].mesh
-    with torch.no_grad(), without_counters():  # no device runs this
+    # No device runs this. Nor is it there when a recomputation runs the operation again, so that
+    # `remat` must not number it.
+    with torch.no_grad(), without_counters():
         meta_args = map_arrays(_as_meta, args)
         meta_kwargs = map_arrays(_as_meta, kwargs)
         meta_result = func(*meta_args, **meta_kwargs)
+        is_single = isinstance(meta_result, Tensor)
+        results = arrays_in(meta_result if is_single else [*meta_result])
+        make_rule = cast("Callable[..., Rule]", row.rule)
+        rule = make_rule(results, *meta_args, **meta_kwargs)
 
-    is_single = isinstance(meta_result, Tensor)
-    results = arrays_in(meta_result if is_single else [*meta_result])
-    make_rule = cast("Callable[..., Rule]", row.rule)
-    rule = make_rule(results, *meta_args, **meta_kwargs)
     operation = describe(rule, arrays, results)
     choice = choose(operation, mesh)
 

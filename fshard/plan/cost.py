@@ -282,6 +282,27 @@ def cost(
         raise PlanError(f"plan.cost: copies must be a number of devices; got {copies!r}.")
 
     mesh = make_mesh({**step.mesh.shape, **sizes}, runtime="abstract")
+    return cost_on_mesh(step, arguments, mesh, cluster, copies=copies, copies_in=copies_in)
+
+
+def cost_on_mesh(
+    step: TrainStep,
+    arguments: Sequence[PyTree],
+    mesh: Mesh,
+    cluster: Cluster,
+    *,
+    copies: int = 0,
+    copies_in: Memory = "device",
+    steps: int = 2,
+) -> Cost:
+    """Return the cost of a step on an abstract mesh: see `cost`.
+
+    Args:
+        step, arguments, cluster, copies, copies_in: of `cost`.
+        mesh: the devices.
+        steps: that run, of which the last one counts. Only the second one knows the order of the
+            units of ZeRO-3, and has the copies of the step before; for others one is enough.
+    """
     axis = step.options.axis if step.options.schedule is not None else None
     devices = [0]
     if axis is not None:
@@ -295,10 +316,11 @@ def cost(
         program: Callable[..., Any] = step_on_mesh
         if copies:
             program = StepAfterSave(step_on_mesh, mesh, copies, copies_in)
-        _, _, results = recorded(program, trees, events[device])
-        *trees[:-1], _ = results
-        del results  # the second step donates them: else their memory would still be in use
-        used, comm, _ = recorded(program, trees, events[device])  # it knows the order of units
+        for _ in range(steps - 1):
+            _, _, results = recorded(program, trees, events[device])
+            *trees[:-1], _ = results
+            del results  # the next step donates them: else their memory would still be in use
+        used, comm, _ = recorded(program, trees, events[device])
         return used, comm, trees
 
     results = represented(devices, axis, run, TracedMail(events))

@@ -1,11 +1,14 @@
-"""`PlanEstimate`: the memory and the time of a plan, from the costs of a model's layers.
+"""`PlanEstimate`: the memory and the time of a plan: its program's, or by formulas.
 
-memory    of the fullest device: parameters, gradients, state, and the larger of activations and
-          casts of the update
-time      the schedule of stages, which waits for messages and gathers; then reductions, the update
-          and gathers
+program     shorter programs of the plan, to which layers and microbatches are added: `shortened`
+formulas    of the costs of a model's layers, by which a search leaves out most plans
 
-The formulas are in `formulas`; here are their numbers, and the program of the plan.
+    memory    of the fullest device: parameters, gradients, state, and the larger of activations
+              and casts of the update
+    time      the schedule of stages, which waits for messages and gathers; then reductions, the
+              update and gathers
+
+The formulas are in `formulas`; here are their numbers.
 """
 
 from __future__ import annotations
@@ -38,20 +41,31 @@ from fshard.plan.formulas import (
     workspace_of_device,
 )
 from fshard.plan.layers import LayerCost, LayerTracer, ModelCost
+from fshard.plan.programs.shortened import (
+    ProgramCost,
+    cost_of_program,
+    size_of_programs,
+    steps_of_program,
+)
 from fshard.transforms.module.lazy import without_memory
+
+LONGEST_PROGRAM = 256
+"""The layers, times microbatches, that run for one plan at most: about ten seconds."""
 
 
 @dataclass(frozen=True)
 class PlanEstimate:
-    """The time and the memory of a plan.
+    """The time and the memory of a plan: those of its program, if that is short enough to run.
 
     Args:
         plan: its sizes and options, with `data` as a number.
         tracer: of the model's layers, on a machine.
+        by_formula: no program runs: see `program`.
     """
 
     plan: Parallelism
     tracer: LayerTracer = field(repr=False)
+    by_formula: bool = False
 
     def __post_init__(self) -> None:
         if self.plan.data is None:
@@ -100,17 +114,55 @@ class PlanEstimate:
         """
         return self.tracer.notes(self.plan)
 
-    # -- memory -----------------------------------------------------------------------------------
+    # -- the program's numbers --------------------------------------------------------------------
+
+    @property
+    def program_size(self) -> int:
+        """The layers, times microbatches, that run for the cost of the program."""
+        return size_of_programs(self.layers, self.plan, self._program_steps)
+
+    @cached_property
+    def _program_steps(self) -> int:
+        return steps_of_program(self.plan, self.approximate_seconds())
+
+    @cached_property
+    def program(self) -> ProgramCost | None:
+        """The cost of the program, from shorter ones; None if these are too long, or not wanted."""
+        if self.by_formula or self.program_size > LONGEST_PROGRAM:
+            return None
+        return cost_of_program(self.tracer.model, self.plan, self.cluster, self._program_steps)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of the fullest device, by purpose."""
-        by_device = [self._memory_of(coordinate) for coordinate in range(self.plan.pipeline)]
-        return max(by_device, key=lambda sizes: sum(sizes.values()))
+        return self.formula_memory() if self.program is None else self.program.memory
 
     @property
     def peak(self) -> int:
         """The bytes of the fullest device."""
         return sum(self.memory().values())
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The seconds of a step, by what they are for.
+
+        These are by the formulas; "other" is what the program takes beside them, or less.
+        """
+        if self.program is None:
+            return self.formula_terms
+        other = self.program.seconds - sum(self.formula_terms.values())
+        return {**self.formula_terms, "other": other}
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step."""
+        return sum(self.terms.values()) if self.program is None else self.program.seconds
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def formula_memory(self) -> dict[str, int]:
+        """Return the bytes of the fullest device by the formulas, by purpose."""
+        by_device = [self._memory_of(coordinate) for coordinate in range(self.plan.pipeline)]
+        return max(by_device, key=lambda sizes: sum(sizes.values()))
 
     def _memory_of(self, coordinate: int) -> dict[str, int]:
         in_flight = self.stages[0].saved
@@ -221,19 +273,14 @@ class PlanEstimate:
         return max(seconds - beside, 0.0)
 
     @cached_property
-    def terms(self) -> dict[str, float]:
-        """The seconds of a step, by what they are for."""
+    def formula_terms(self) -> dict[str, float]:
+        """The seconds of a step by the formulas, by what they are for."""
         slowest = max([device.forward + device.backward for device in self.by_device])
         work = slowest * cast(int, self.plan.microbatches)
         # Without stages, and without gathers beside the layers, nothing waits.
         has_waits = self.plan.in_stages or shards_params(self.plan)
         total = float(self._simulation.makespan) if has_waits else work
         return {"layers": work, "waits": max(total - work, 0.0), **self._after_layers}
-
-    @property
-    def seconds(self) -> float:
-        """The time of a step."""
-        return sum(self.terms.values())
 
     @property
     def flops(self) -> float:

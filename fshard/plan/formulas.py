@@ -252,12 +252,14 @@ def idle_microbatches(plan: Parallelism) -> float:
 def sum_seconds(plan: Parallelism, device: LayerCost, bandwidth: float) -> float:
     """Return the seconds in which gradients are added over microbatches.
 
-    An addition reads a gradient and the sum, and writes the sum.
+    An addition reads a gradient and the sum, and writes the sum: of a part of the gradients, where
+    these are reduced and scattered before.
     """
     microbatches = cast(int, plan.microbatches)
     if microbatches == 1:
         return 0.0
-    return (device.gradients + 2 * device.sums) * microbatches / bandwidth
+    traffic = divided(device.gradients + 2 * device.sums, plan, shards_gradients(plan))
+    return traffic * microbatches / bandwidth
 
 
 def update_seconds(plan: Parallelism, device: LayerCost, host_bandwidth: float) -> float:

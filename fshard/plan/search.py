@@ -1,13 +1,17 @@
 """`search`: how to train a model with repeated layers on a number of devices, ranked.
 
-all sizes and options ──divide?──> ──traced?──> ──least memory──> ──formula of time──> simulated ──> table
-                      rejected     rejected     rejected          the best             memory: rejected
+all sizes and options ──divide?──> ──traced?──> ──least memory──> ──formula of time──> simulated ──>
+                      rejected     rejected     rejected          the best             rejected
+
+    ──programs of the best──> table
+      memory: rejected
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -18,10 +22,11 @@ from fshard.mesh.layout import PyTree
 from fshard.optim.contract import Optimizer
 from fshard.parallelism.value import Parallelism
 from fshard.plan.cluster import Cluster, assert_cluster
-from fshard.plan.estimate import PlanEstimate
+from fshard.plan.estimate import LONGEST_PROGRAM, PlanEstimate
 from fshard.plan.layers import LayerTracer
 from fshard.plan.models import Transformer
 from fshard.plan.program import Loss, layered_model
+from fshard.plan.programs.shortened import ProgramCost
 from fshard.plan.space import (
     KINDS,
     Candidate,
@@ -45,6 +50,12 @@ SIMULATED = 48
 LARGEST_COUNT = 2**20
 """Devices and samples of a step: their divisors are tried one after another."""
 
+PROGRAMS = 240
+"""The layers, times microbatches, of all programs that a search runs: about seven seconds."""
+
+ERROR = 0.1
+"""The part by which a formula of memory may be wrong: the program of a plan decides if it fits."""
+
 LISTED = 12
 """The rejected plans that are listed."""
 
@@ -59,11 +70,15 @@ class Plans(Tabular):
         estimates: of the plans that fit.
         rejected: some that do not, of each kind of reason the nearest first, and one of a reason.
         tried: the number of plans whose numbers divide.
+        stages: of ZeRO that are one program, by its plan in `estimates`.
     """
 
     estimates: list[PlanEstimate]
     rejected: list[RejectedPlan] = field(repr=False)
     tried: int
+    stages: Mapping[Parallelism, Sequence[int]] = field(
+        default_factory=dict[Parallelism, Sequence[int]], repr=False
+    )
 
     def __getitem__(self, index: int) -> PlanEstimate:
         return self.estimates[index]
@@ -91,7 +106,9 @@ class Plans(Tabular):
         """
         training = Training(tokens, price)
         remarks = [self._remarks(estimate) for estimate in self.estimates]
-        return plans_table(self.estimates, remarks, self.rejected, self.tried, training)
+        return plans_table(
+            self.estimates, remarks, self.rejected, self.tried, training, self.stages
+        )
 
     def text(self, *, tokens: float | None = None, price: float | None = None) -> str:
         """Return the table as text.
@@ -123,7 +140,7 @@ class Plans(Tabular):
             return ""
         longer = dict[str, float]()
         for name, seconds in estimate.terms.items():
-            longer[name] = seconds - first.terms[name]
+            longer[name] = seconds - first.terms.get(name, 0.0)
         name = max(longer, key=lambda name: longer[name])
         is_rounding = longer[name] <= 1e-6 * first.seconds
         if is_rounding:  # it is as fast, or faster: the goal is another one
@@ -162,17 +179,22 @@ class Plans(Tabular):
             for count in counts
         ]
         fitting, rejected, _ = _sorted_out(chain.from_iterable(of_each_count), tracer)
-        estimates, passing_memory = _simulated(sorted(fitting, key=GOALS["time"][0]))
-        if estimates:
-            return slower_text(best, min(estimates, key=GOALS["time"][1]))
-
+        simulated, passing_memory = _simulated(sorted(fitting, key=GOALS["time"][0]))
         rejected += passing_memory
+        estimates, passing_memory = _by_programs(simulated, GOALS["time"][1])
+        rejected += passing_memory
+        if estimates:
+            fastest = estimates[0]
+            if fastest.program is None:  # two plans are compared by the same measure
+                best = replace(best, by_formula=True)
+            return slower_text(best, fastest)
+
         too_large = [plan for plan in rejected if plan.kind == "memory"]
         if too_large:
             # They are rejected by the least memory; the nearest of all is that by their schedules.
             likely = sorted(too_large, key=lambda plan: plan.peak)[:LISTED]
-            simulated = [PlanEstimate(plan.plan, tracer) for plan in likely]
-            nearest = min(simulated, key=lambda estimate: estimate.peak)
+            by_formula = [PlanEstimate(plan.plan, tracer, by_formula=True) for plan in likely]
+            nearest = min(by_formula, key=lambda estimate: estimate.peak)
             return rejected_text(nearest.excess() or likely[0].reason, nearest)
         if rejected:
             return rejected_text(rejected[0].reason, None)
@@ -261,11 +283,14 @@ def search(
         )
 
     ranked_before, ranked = GOALS[goal]
-    estimates, passing_memory = _simulated(sorted(fitting, key=ranked_before))
+    simulated, passing_memory = _simulated(sorted(fitting, key=ranked_before))
+    rejected += passing_memory
+    distinct, stages = _distinct_programs(simulated)
+    estimates, passing_memory = _by_programs(distinct, ranked)
     rejected += passing_memory
     if not estimates:
         raise _nothing_fits(rejected, numbers)
-    return Plans(sorted(estimates, key=ranked), _listed(rejected), tried)
+    return Plans(estimates, _listed(rejected), tried, stages)
 
 
 def _counts(devices: int | Sequence[int], global_batch: int) -> tuple[int, ...]:
@@ -304,12 +329,12 @@ def _sorted_out(tried: Iterable[Candidate], tracer: LayerTracer) -> _Sorted:
             rejected.append(RejectedPlan(plan, reason, divided))
             continue
         count += 1
-        estimate = PlanEstimate(plan, tracer)
+        estimate = PlanEstimate(plan, tracer, by_formula=True)
         if error := _trace_error(estimate, errors):
             rejected.append(RejectedPlan(plan, error, "program"))
             continue
         least = estimate.least_memory()
-        if least <= limit:
+        if least <= (1 + ERROR) * limit:
             fitting.append(estimate)
         else:
             over = f"{(least - limit) / 1e9:,.2f} GB over the memory"
@@ -322,12 +347,17 @@ def _trace_error(estimate: PlanEstimate, errors: dict[Parallelism, str]) -> str:
     """Trace the layers of a plan, once for all that share them alike; return the error, or ""."""
     key = estimate.plan.of_layer()
     if key not in errors:
-        errors[key] = ""
-        try:
-            estimate.tracer.cost(estimate.plan)
-        except Exception as error:  # whatever the code of a module raises
-            errors[key] = str(error).partition("\n")[0] or type(error).__name__
+        errors[key] = _error_of(partial(estimate.tracer.cost, estimate.plan))
     return errors[key]
+
+
+def _error_of(run: Callable[[], object]) -> str:
+    """Return the first line of the error of a program, or ""."""
+    try:
+        run()
+    except Exception as error:  # whatever the code of a module raises
+        return str(error).partition("\n")[0] or type(error).__name__
+    return ""
 
 
 def _simulated(
@@ -339,11 +369,69 @@ def _simulated(
     for estimate in ranked:
         if len(estimates) == SIMULATED:
             break
-        if reason := estimate.excess():
-            rejected.append(RejectedPlan(estimate.plan, reason, "memory", estimate.peak))
+        is_near = estimate.peak <= (1 + ERROR) * estimate.cluster.memory
+        if is_near and estimate.program_size <= LONGEST_PROGRAM:
+            estimates.append(estimate)  # its program decides
+        elif estimate.excess():
+            rejected.append(_passing_memory(estimate))
         else:
             estimates.append(estimate)
     return estimates, rejected
+
+
+def _passing_memory(estimate: PlanEstimate) -> RejectedPlan:
+    return RejectedPlan(estimate.plan, estimate.excess(), "memory", estimate.peak)
+
+
+def _distinct_programs(
+    estimates: Sequence[PlanEstimate],
+) -> tuple[list[PlanEstimate], dict[Parallelism, list[int]]]:
+    """Return one estimate for each program, and the stages of ZeRO that share it.
+
+    In stages of the model, ZeRO-2 is ZeRO-1: a device reduces gradients after its last microbatch.
+    """
+    distinct = dict[Parallelism, PlanEstimate]()
+    stages = dict[Parallelism, list[int]]()
+    for estimate in sorted(estimates, key=lambda x: x.plan.zero_stage):
+        plan = estimate.plan
+        is_as_one = plan.in_stages and plan.zero_stage == 2
+        first = replace(plan, zero_stage=1) if is_as_one else plan
+        known = distinct.setdefault(first, estimate)
+        stages.setdefault(known.plan, []).append(plan.zero_stage)
+    in_order = [x for x in estimates if x.plan in stages]
+    return in_order, stages
+
+
+def _by_programs(
+    estimates: Sequence[PlanEstimate], ranked: Key
+) -> tuple[list[PlanEstimate], list[RejectedPlan]]:
+    """Return the estimates, the best ones by the cost of their programs, and those that do not fit.
+
+    The best by the formulas are costed by their programs, until all that a table shows are: one that
+    falls behind makes room for another. Programs that are too long together stay by the formulas.
+    """
+    fitting = list[PlanEstimate]()
+    rejected = list[RejectedPlan]()
+    left = PROGRAMS
+    for by_formula in sorted(estimates, key=ranked):
+        estimate = by_formula
+        ahead = [x for x in fitting if ranked(x) <= ranked(by_formula)]
+        is_shown = len(ahead) < SHOWN
+        if is_shown and by_formula.program_size <= min(left, LONGEST_PROGRAM):
+            left -= by_formula.program_size
+            estimate = replace(by_formula, by_formula=False)
+            if error := _error_of(partial(_run_program, estimate)):
+                rejected.append(RejectedPlan(estimate.plan, error, "program"))
+                continue
+        if estimate.excess():
+            rejected.append(_passing_memory(estimate))
+        else:
+            fitting.append(estimate)
+    return sorted(fitting, key=ranked), rejected
+
+
+def _run_program(estimate: PlanEstimate) -> ProgramCost | None:
+    return estimate.program
 
 
 def _listed(rejected: Sequence[RejectedPlan]) -> list[RejectedPlan]:

@@ -3,6 +3,7 @@ estimated.
 """
 
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,12 @@ H100 = cluster("h100", node=8)
 SMALL = Transformer(4, 32, 64, 4, 2, 60, 16, dtype=torch.float32)
 LARGE = Transformer(4, 4096, 11008, 32, 8, 32000, 4096)
 MEGATRON = {"sequence_mode": "megatron"}
+
+
+@pytest.fixture
+def without_programs(monkeypatch):
+    """Let a search rank by the formulas alone, which is faster."""
+    monkeypatch.setattr(import_module("fshard.plan.search"), "PROGRAMS", 0)
 
 
 def plan_with(**fields):
@@ -162,6 +169,7 @@ def test_stages_of_sharded_experts_are_counted():
     assert estimate.flops == 2 * sum(flops)
 
 
+@pytest.mark.usefixtures("without_programs")
 def test_a_search_tries_the_axis_of_experts():
     model = Transformer(4, 512, 2048, 8, 8, 1000, 128, experts=16, top_k=2, expert_ffn=512)
     options = {
@@ -236,6 +244,7 @@ def test_estimates_are_near_the_cost_of_the_program(options):
     assert 0.94 < estimate.peak / report.peak() < 1.18
 
 
+@pytest.mark.usefixtures("without_programs")
 def test_the_best_plan_is_saved_scaled_and_built(tmp_path):
     model = Transformer(4, 64, 128, 4, 4, 60, 16, dtype=torch.float32)
     plans = search(

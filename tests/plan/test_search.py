@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 
 import pytest
 import torch
@@ -30,6 +31,12 @@ LARGE = replace(SMALL, hidden=4096, ffn=11008, heads=32, kv_heads=8, vocab=32000
 ADAMW = optim.with_master_weights(optim.adamw(3e-4))
 
 
+@pytest.fixture(autouse=True)
+def without_programs(monkeypatch):
+    """Rank by the formulas alone, which is faster: `test_estimates.py` has the programs."""
+    monkeypatch.setattr(import_module("fshard.plan.search"), "PROGRAMS", 0)
+
+
 def plan_with(**fields):
     """Return a plan of one device along "data" unless another number is given."""
     return Parallelism(**{"data": 1, **fields})
@@ -41,7 +48,8 @@ def tracer(model):
 
 
 def estimate(plan, model=SMALL):
-    return PlanEstimate(plan, tracer(model))
+    """Return the numbers of a plan by the formulas."""
+    return PlanEstimate(plan, tracer(model), by_formula=True)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -60,7 +68,7 @@ def test_costs_of_other_microbatches_are_derived(tensor, recompute):
 
 
 @pytest.mark.parametrize("schedule", NAMES)
-def test_the_least_memory_is_at_most_the_peak(schedule):
+def test_the_least_memory_is_at_most_the_peak_of_the_formulas(schedule):
     choices = plan_choices(
         {"rows": (1, 2), "tensor": 1, "schedule": schedule, "zero_stage": (0, 1)}
     )
@@ -136,7 +144,8 @@ def test_plan_that_is_not_slower_has_no_reason():
 
     first = plans[0]
     for plan in plans:
-        is_slower = max(plan.terms[name] - first.terms[name] for name in first.terms) > 1e-9
+        longer = [plan.terms[name] - first.terms.get(name, 0.0) for name in plan.terms]
+        is_slower = max(longer) > 1e-6 * first.seconds
         assert ("ms more" in plans.slower(plan)) == is_slower
     assert "LayerTracer" not in str(first)
 
@@ -166,7 +175,7 @@ def test_plans_are_ranked_with_reasons():
     )
 
 
-def test_the_plan_with_the_least_memory_is_that_of_alllegal_plans():
+def test_the_plan_with_the_least_memory_is_that_of_all_legal_plans():
     """There are more plans than are simulated, so those with the least time are not enough."""
     layered = layered_model(SMALL, None, ADAMW, None, None)
     choices = plan_choices({"rows": (1, 2), "tensor": 1})

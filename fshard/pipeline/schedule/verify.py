@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fshard.errors import ScheduleError
 from fshard.pipeline.schedule.actions import COMPUTE, MESSAGES, SENDS, Action, Kind
@@ -74,6 +75,7 @@ def verify(schedule: ScheduleRows) -> Proof:
     )
 
 
+@lru_cache(maxsize=32)  # a search simulates one schedule with the costs of many plans
 def verify_and_order(schedule: ScheduleRows) -> tuple[Dependencies, list[int]]:
     """Return the dependencies and a topological order of a schedule; raise if it is not valid."""
     graph = find_dependencies(schedule)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fshard.errors import PlanError
@@ -47,9 +47,13 @@ def layout_text(plan: Parallelism) -> str:
     return f"{sizes_text(plan)}, {options_text(plan)}"
 
 
-def options_text(plan: Parallelism) -> str:
-    """Return the stage of ZeRO, microbatches x samples of each, the schedule, and recomputation."""
-    texts = [f"ZeRO-{plan.zero_stage}", f"{plan.microbatches} x {plan.rows}"]
+def options_text(plan: Parallelism, stages: Sequence[int] = ()) -> str:
+    """Return the stage of ZeRO, microbatches x samples of each, the schedule, and recomputation.
+
+    `stages` of ZeRO are one program.
+    """
+    zero = " = ".join([str(stage) for stage in stages or (plan.zero_stage,)])
+    texts = [f"ZeRO-{zero}", f"{plan.microbatches} x {plan.rows}"]
     if plan.state_memory == "host":
         texts.append("state on the host")
     if plan.in_stages:

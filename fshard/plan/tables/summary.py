@@ -5,11 +5,12 @@ A table shows the ten best plans of one number of devices, or the best of each o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fshard.errors import PlanError
+from fshard.parallelism.value import Parallelism
 from fshard.plan.estimate import PlanEstimate
 from fshard.plan.space import RejectedPlan
 from fshard.plan.tables.layout import layout_text, options_text, sizes_text
@@ -91,8 +92,12 @@ def plans_table(
     rejected: Sequence[RejectedPlan],
     tried: int,
     training: Training,
+    stages: Mapping[Parallelism, Sequence[int]],
 ) -> Table:
-    """Return the table of plans: see `Plans.table`. Each plan has a remark."""
+    """Return the table of plans: see `Plans.table`. Each plan has a remark.
+
+    `stages` of ZeRO are one program, by its plan.
+    """
     from rich.table import Table
 
     shown = _shown(estimates)
@@ -117,17 +122,20 @@ def plans_table(
 
     for number in shown:
         estimate = estimates[number]
-        cells = [sizes_text(estimate.plan), options_text(estimate.plan)]
+        plan = estimate.plan
+        cells = [sizes_text(plan), options_text(plan, stages.get(plan, ()))]
         cells += _numbers(estimate, training)
         if has_several_counts:
-            table.add_row(f"{estimate.plan.devices:,}", *cells)
+            table.add_row(f"{plan.devices:,}", *cells)
         else:
             table.add_row(*cells, remarks[number])
 
     best = f"The best {len(shown)} of {tried:,} plans"
     if has_several_counts:
         best = f"The best plan of each number of devices, of {tried:,}"
-    head = f"{best}, by the simulated schedules of {len(estimates)} that fit."
+    head = f"{best}, by the cost of their programs, of {len(estimates)} that fit."
+    if any([estimates[number].program is None for number in shown]):
+        head += " ~: by formulas, since the program is too long to run in a search."
     table.caption = _caption(head, rejected)
     table.caption_justify = "left"
     return table
@@ -137,7 +145,8 @@ def _numbers(estimate: PlanEstimate, training: Training) -> list[str]:
     """Return the cells of time, speed, days, cost, utilization and memory."""
     seconds = estimate.seconds
     speed = estimate.tokens_per_second
-    cells = [f"{seconds:.3g} ± {TIME_ERROR * seconds:.1g}"]
+    by_formula = "~" if estimate.program is None else ""
+    cells = [f"{by_formula}{seconds:.3g} ± {TIME_ERROR * seconds:.1g}"]
     cells.append("" if speed is None else short(speed))
     days = training.days(estimate)
     price = training.cost(estimate)
@@ -237,6 +246,7 @@ def _plan_dict(estimate: PlanEstimate, training: Training) -> dict[str, Any]:
         "devices": estimate.plan.devices,
         "seconds": estimate.seconds,
         "seconds_by_term": dict(estimate.terms),
+        "by_formula": estimate.program is None,
         "tokens_per_second": estimate.tokens_per_second,
         "mfu": estimate.utilization(),
         "peak": estimate.peak,

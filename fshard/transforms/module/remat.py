@@ -41,6 +41,7 @@ from fshard.memory.kinds import note_kept
 from fshard.mesh.collectives.autograd import transformed
 from fshard.mesh.layout import flatten, unflatten
 from fshard.mesh.layout.counting import ActivationMemory
+from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.scope import entered, here
 
 Args = ParamSpec("Args")
@@ -97,9 +98,13 @@ def checkpoint_name(x: Tensor, label: str) -> Tensor:
     >>> torch.autograd.grad(remat(f, save_names("sine"))(x), x)
     (tensor([-0.]),)
     """
+    # An array of a planned module is no tensor of torch: the operations that a mode sees made its
+    # shards.
+    values = x.shards if isinstance(x, Sharded) else (x,)
     for mode in _get_current_dispatch_mode_stack():  # from the outside in
         if isinstance(mode, NamedValueMode):
-            mode.mark(x, label)
+            for value in values:
+                mode.mark(value, label)
     return x
 
 
@@ -225,6 +230,11 @@ DOTS = frozenset(
     )
 )
 
+ALLOCATIONS = frozenset(
+    getattr(_aten, op).default for op in ("empty_like", "empty_strided", "new_empty")
+) | {_aten.empty.memory_format}
+"""Memory without values: a collective allocates it the first time alone, so it has no number."""
+
 
 class KeptResult(NamedTuple):
     """A kept result: an alias of it, its version when it was kept, and its name, if it has one."""
@@ -322,7 +332,8 @@ class Region(NamedValueMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        is_numbered = torch.is_grad_enabled() and (self.names is not None or func in DOTS)
+        has_number = func in DOTS if self.names is None else func not in ALLOCATIONS
+        is_numbered = torch.is_grad_enabled() and has_number
         if not is_numbered:
             return func(*args, **(kwargs or {}))
         number = self._number

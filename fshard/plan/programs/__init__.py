@@ -1,0 +1,1 @@
+"""Programs that a search runs in place of longer ones."""

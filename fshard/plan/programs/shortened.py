@@ -1,0 +1,261 @@
+"""`cost_of_program`: the cost of a plan's program, from those of shorter programs of the same plan.
+
+    layers          2 ──> 3 ──────────> all       in stages: the stages' first ──> one more in each
+    microbatches    3 ──> 4 ──────────> all
+
+A shorter program runs as `fs.plan.cost` runs the one of all layers: on the abstract mesh, with the
+same mesh, options and samples of a microbatch. See Note [Programs are linear].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
+
+from fshard.memory.kinds import mark
+from fshard.mesh.layout import map_leaves
+from fshard.mesh.layout.make import make_mesh
+from fshard.parallelism.value import Parallelism
+from fshard.plan.cluster import Cluster
+from fshard.plan.cost import Cost, DeviceCost, cost_on_mesh
+from fshard.plan.formulas import shards_params
+from fshard.plan.program import LayeredModel
+from fshard.plan.trace import PURPOSES
+from fshard.transforms.train_step import TrainStep
+
+# Note [Programs are linear]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~
+# All layers of a model are equal, and all microbatches have equally many samples. So with one layer
+# more a program does the operations of one layer more, in each microbatch; and a device holds one
+# layer's bytes more at each time of the step. The operations are the same at any number but for the
+# first and the last layer, and the first and the last microbatches, which begin and end queues of
+# the network and sums of gradients:
+#
+#     operations, bytes sent       a + b L + c M + d L M, exactly
+#     seconds                      the same, once the queues are steady: each wait is a maximum of
+#                                  such sums, and the same one of them is largest from then on
+#     peak before the update,      a + b L + c M each, since it is the peak of the first or of the
+#     and in the update            last layer; the peak of the step is the larger one
+#
+# Two sizes of each number give the coefficients: FEWEST and one more. In stages, where each stage
+# has a number of layers, or one more, a program has as many stages of either kind, and "one layer
+# more" is one in each stage.
+
+FEWEST_LAYERS = 2
+"""With these the gathers of ZeRO-3 are as far ahead as with more."""
+
+FEWEST_MICROBATCHES = 3
+"""The first makes the sums of gradients, the last reduces them; one is between."""
+
+ALL_FORWARDS_FIRST = ("gpipe", "bfs")
+"""The schedules that have no microbatch after which they repeat themselves."""
+
+BRIEF = 0.03
+"""Seconds of a step in which a few sums more would be seen."""
+
+LOSS = "loss"
+"""The mark of each microbatch's loss in a program."""
+
+
+class ProgramNumbers(NamedTuple):
+    """The numbers of a program that are linear in layers and microbatches.
+
+    Args:
+        seconds: of a step.
+        before_update, update: bytes at the peak of either, by purpose; "under way" is what
+            collectives will write.
+    """
+
+    seconds: float
+    before_update: dict[str, float]
+    update: dict[str, float]
+
+    def extended(self, more: ProgramNumbers, fraction: Fraction) -> ProgramNumbers:
+        """Return the numbers on the line through these, at 0, and those of more layers, at 1."""
+
+        def on_line(x: float, y: float) -> float:
+            return x + (y - x) * float(fraction)
+
+        def sizes_on_line(x: dict[str, float], y: dict[str, float]) -> dict[str, float]:
+            return {name: on_line(size, y[name]) for name, size in x.items()}
+
+        return ProgramNumbers(
+            on_line(self.seconds, more.seconds),
+            sizes_on_line(self.before_update, more.before_update),
+            sizes_on_line(self.update, more.update),
+        )
+
+
+@dataclass(frozen=True)
+class ProgramCost:
+    """The time and the memory of a plan's program.
+
+    Args:
+        seconds: of a step.
+        memory: bytes of the fullest device, by purpose.
+    """
+
+    seconds: float
+    memory: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        """The bytes of the fullest device."""
+        return sum(self.memory.values())
+
+
+def cost_of_program(
+    model: LayeredModel, plan: Parallelism, cluster: Cluster, steps: int
+) -> ProgramCost:
+    """Return the cost of the program of a plan, with all layers and microbatches.
+
+    Args:
+        model: with any number of layers.
+        plan: its sizes and options, with `data` as a number.
+        cluster: the machine.
+        steps: that run, of which the last one counts: see `steps_of_program`.
+    """
+    fewest, most = _layers_of_programs(model.layers, plan.stages)
+    run = partial(_numbers_of, model, plan, cluster, steps)
+    numbers = run(fewest)
+    if fewest < model.layers:
+        numbers_of_more = run(most)
+        fraction = Fraction(model.layers - fewest, most - fewest)
+        pairs = zip(numbers, numbers_of_more, strict=True)
+        numbers = [less.extended(more, fraction) for less, more in pairs]
+
+    seconds = max([device.seconds for device in numbers])
+    phases = list[dict[str, float]]()
+    for device in numbers:
+        phases += [device.before_update, device.update]
+    fullest = max(phases, key=lambda sizes: sum(sizes.values()))
+    memory = {name: round(size) for name, size in fullest.items() if round(size)}
+    return ProgramCost(seconds, memory)
+
+
+def size_of_programs(layers: int, plan: Parallelism, steps: int = 1) -> int:
+    """Return the layers, times microbatches, that `cost_of_program` runs in some steps."""
+    fewest, most = _layers_of_programs(layers, plan.stages)
+    counts = {fewest} if fewest == layers else {fewest, most}
+    return sum(counts) * _microbatches_of_program(plan) * steps
+
+
+def steps_of_program(plan: Parallelism, seconds: float) -> int:
+    """Return the steps that run, of which the last one counts: see `cost_on_mesh`.
+
+    In the first step devices agree on the order of units by a few small sums more. In a step that
+    takes long these are nothing.
+
+    Args:
+        plan: its sizes and options.
+        seconds: of the step, about.
+    """
+    return 2 if shards_params(plan) or seconds < BRIEF else 1
+
+
+def _layers_of_programs(layers: int, stages: int) -> tuple[int, int]:
+    """Return the numbers of layers of the two programs; the first is that of all if it is short."""
+    if stages == 1:
+        fewest = min(FEWEST_LAYERS, layers)
+        return fewest, fewest + 1
+    # As many stages have one more layer than the others as in the program of all layers.
+    fewest = stages + layers % stages
+    return fewest, fewest + stages
+
+
+def _microbatches_of_program(plan: Parallelism) -> int:
+    """Return the number of microbatches of a program: of few, all.
+
+    In stages the schedule repeats itself for each round of as many microbatches as devices, once
+    all devices are busy: see `_repeated_microbatches`.
+    """
+    microbatches = cast(int, plan.microbatches)
+    if not plan.in_stages:
+        return min(microbatches, FEWEST_MICROBATCHES)
+    if plan.schedule in ALL_FORWARDS_FIRST:
+        return microbatches
+    rounds = 3 * plan.pipeline + microbatches % plan.pipeline
+    return min(microbatches, rounds)
+
+
+def _repeated_microbatches(plan: Parallelism) -> int:
+    """Return the microbatches after which a program repeats itself."""
+    return plan.pipeline if plan.in_stages else 1
+
+
+def _numbers_of(
+    model: LayeredModel, plan: Parallelism, cluster: Cluster, steps: int, layers: int
+) -> list[ProgramNumbers]:
+    """Return the numbers of each device in a program of some layers, with all microbatches."""
+    microbatches = _microbatches_of_program(plan)
+    short = replace(plan, microbatches=microbatches)
+    cost = _cost_of_short_program(model, short, cluster, steps, layers)
+    missing = cast(int, plan.microbatches) - microbatches
+    seconds_of_missing = 0.0
+    if missing:
+        seconds_of_missing = missing * _seconds_of_microbatch(plan, cost)
+    numbers = list[ProgramNumbers]()
+    for device in cost.devices.values():
+        before_update, update = _peaks(device)
+        seconds = device.times.step + seconds_of_missing
+        numbers.append(ProgramNumbers(seconds, before_update, update))
+    return numbers
+
+
+def _cost_of_short_program(
+    model: LayeredModel, plan: Parallelism, cluster: Cluster, steps: int, layers: int
+) -> Cost:
+    """Return the cost of the program of some layers, in which each loss is marked."""
+    losses = count()
+
+    def marked_loss(*arguments: Any) -> Tensor:
+        mark(f"{LOSS} {next(losses)}")
+        return model.loss_of(*arguments)
+
+    mesh = make_mesh(plan.axes, runtime="abstract")
+    program = model.program(model.build(layers), plan, mesh, marked_loss)
+    rows = plan.rows_of_step
+    batch = map_leaves(lambda x: x.new_empty((rows, *x.shape[1:])), model.batch)
+    arguments = [*program.arguments, batch]
+    step = cast(TrainStep, program.step)
+    return cost_on_mesh(step, arguments, mesh, cluster, steps=steps)
+
+
+def _seconds_of_microbatch(plan: Parallelism, cost: Cost) -> float:
+    """Return the time between the losses of two microbatches, where the program repeats itself."""
+    for device in cost.devices.values():
+        begins = device.times.begins
+        losses = [begins[name] for name in begins if name.startswith(LOSS)]
+        if losses:  # the last stage has them
+            break
+    else:
+        raise AssertionError("no device has a loss")
+    repeated = _repeated_microbatches(plan)
+    # The last microbatches are those in which the schedule ends.
+    end = -1 if not plan.in_stages else -1 - cast(int, plan.microbatches) % plan.pipeline
+    return (losses[end] - losses[end - repeated]) / repeated
+
+
+def _peaks(device: DeviceCost) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the bytes of a device at its peaks before the update, and in it, by purpose."""
+    names = [event.name for event in device.used.timeline]
+    update = names.index("update")
+    phases = (device.used.timeline[:update], device.used.timeline[update:])
+    operations = device.operations
+    of_update = [event.unit == "update" for event in operations]
+    first = of_update.index(True) if True in of_update else len(operations)
+    parts = (operations[:first], operations[first:])
+    peaks = list[dict[str, float]]()
+    for marked, part in zip(phases, parts, strict=True):
+        peak = max([event.peak for event in marked])
+        fullest = max([event.memory for event in part], key=sum, default=(0,) * len(PURPOSES))
+        sizes: dict[str, float] = dict(zip(PURPOSES, fullest, strict=True))
+        sizes["under way"] = peak - sum(fullest)
+        peaks.append(sizes)
+    before_update, in_update = peaks
+    return before_update, in_update

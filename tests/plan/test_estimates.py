@@ -1,0 +1,183 @@
+"""What a plan prints is its program's: bytes and seconds of drawn pairs of a model and a layout are
+near those of the program with all layers and microbatches, which `fs.plan.cost` runs in full.
+"""
+
+from dataclasses import replace
+from functools import cache
+from random import Random
+
+import pytest
+import torch
+
+from fshard import optim
+from fshard.errors import PlanError
+from fshard.parallelism import Parallelism
+from fshard.plan import PlanEstimate, Transformer, cluster, search
+from fshard.plan.layers import LayerTracer
+from fshard.plan.program import layered_model
+from fshard.plan.programs.shortened import size_of_programs
+from fshard.plan.search import PROGRAMS
+from tests.helpers.sampled import THOROUGH, thorough
+
+H100 = cluster("h100", node=8)
+ADAMW = optim.with_master_weights(optim.adamw(3e-4))
+
+LLAMA_7B = Transformer(32, 4096, 11008, 32, 32, 32000, 4096)
+GPT = {"gated": False, "bias": True}
+MODELS = {
+    "tiny": Transformer(4, 256, 1024, 4, 4, 1000, 128),
+    "small": Transformer(8, 512, 2048, 8, 8, 1024, 256),
+    "GPT-2": Transformer(12, 768, 3072, 12, 12, 50257, 1024, tied=True, **GPT),
+    "with dropout": Transformer(6, 1024, 4096, 16, 16, 50304, 2048, dropout=0.1, **GPT),
+    "float32": Transformer(4, 1024, 4096, 16, 16, 32000, 1024, dtype=torch.float32),
+    "Llama 1B": Transformer(16, 2048, 8192, 32, 8, 128256, 4096),
+    "Llama 7B": LLAMA_7B,
+    "Mistral": Transformer(6, 4096, 14336, 32, 8, 32000, 8192),
+    "experts": Transformer(4, 512, 2048, 8, 8, 1000, 128, experts=16, top_k=2, expert_ffn=512),
+    "Mixtral": Transformer(
+        4, 4096, 14336, 32, 8, 32000, 4096, experts=8, top_k=2, expert_ffn=14336
+    ),
+}
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "bfs",
+    "zb-h1",
+    "zb-h2",
+    "zbv",
+    "v-half",
+    "v-min",
+    "dualpipe-v",
+)
+MOST_WORK = 64
+"""The layers times microbatches of a program that a test runs in full."""
+
+
+@cache
+def tracer(name):
+    return LayerTracer(layered_model(MODELS[name], None, ADAMW, None, None), H100)
+
+
+def drawn_pair(seed):
+    """Return the name of a model and a plan, that divide each other and are not too long to run."""
+    random = Random(seed)
+    while True:
+        name = random.choice(list(MODELS))
+        try:
+            plan = drawn_plan(random, MODELS[name])
+        except PlanError:  # fields that contradict each other
+            continue
+        model = MODELS[name]
+        inner = plan.experts * plan.sequence * plan.tensor
+        is_short = model.layers * plan.microbatches <= MOST_WORK
+        has_experts = not model.experts or model.experts % inner == 0
+        has_heads = model.heads % (plan.tensor * plan.sequence) == 0
+        if is_short and has_experts and has_heads and plan.stages <= model.layers:
+            return name, plan
+
+
+def drawn_plan(random, model):
+    devices = random.choice((8, 16, 32, 64))
+    sizes = {
+        "tensor": random.choice((1, 1, 2, 4, 8)),
+        "pipeline": random.choice((1, 1, 1, 2, 4)),
+        "sequence": random.choice((1, 1, 1, 2, 4)),
+        "replicas": random.choice((1, 1, 1, 2)),
+        "experts": random.choice((1, 2, 8)) if model.experts else 1,
+    }
+    modes = ("gather", "ring", "ulysses") if sizes["sequence"] > 1 else ("gather", "megatron")
+    named = "except attention" if model.experts else "except attention, mlp"
+    schedule = random.choice(SCHEDULES) if sizes["pipeline"] > 1 else "1f1b"
+    is_on_host = sizes["pipeline"] == 1 and random.random() < 0.15
+    options = {
+        "zero_stage": random.choice((0, 1, 2, 3)),
+        "rows": random.choice((1, 1, 2, 4)),
+        "microbatches": random.choice((1, 2, 3, 4, 8)),
+        "recompute": random.choice(("never", "full", "selective", "except attention", named)),
+        "sequence_mode": random.choice(modes),
+        "state_memory": "host" if is_on_host else "device",
+    }
+    return Parallelism(**sizes, **options, schedule=schedule).on(devices)
+
+
+CHEAPEST = (13, 40, 90, 94, 104, 250)
+SEEDS = range(300) if THOROUGH else CHEAPEST
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_estimates_are_within_a_tenth_of_the_program(seed):
+    name, plan = drawn_pair(seed)
+    estimate = PlanEstimate(plan, tracer(name))
+    report = estimate.cost(MODELS[name].build())
+    assert estimate.program is not None
+    assert estimate.peak == pytest.approx(report.peak(), rel=0.1), (name, plan)
+    assert estimate.seconds == pytest.approx(report.seconds, rel=0.1), (name, plan)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"data": 8, "zero_stage": 2, "microbatches": 6},
+        {"data": 2, "tensor": 4, "sequence_mode": "megatron", "zero_stage": 3, "microbatches": 5},
+        thorough({"data": 4, "pipeline": 2, "microbatches": 9}),
+    ],
+)
+def test_estimates_of_many_layers_and_microbatches_are_the_programs(fields):
+    """Both numbers are beyond those of the programs that run: the lines through these go on."""
+    model = replace(LLAMA_7B, layers=9)
+    plan = Parallelism(**{"data": 1, **fields})
+    layered = layered_model(model, None, ADAMW, None, None)
+    estimate = PlanEstimate(plan, LayerTracer(layered, H100))
+    report = estimate.cost(model.build())
+    assert size_of_programs(model.layers, plan) < model.layers * plan.microbatches
+    assert estimate.peak == pytest.approx(report.peak(), rel=1e-3)
+    assert estimate.seconds == pytest.approx(report.seconds, rel=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["megatron", "gather"])
+def test_named_values_of_layers_that_devices_share_are_kept(mode):
+    """Their products are not done again; without names all of them are."""
+    flops = dict[str, int]()
+    for recompute in ("never", "except attention, mlp", "except attention", "full"):
+        plan = Parallelism(data=1, tensor=2, sequence_mode=mode, recompute=recompute)
+        report = PlanEstimate(plan, tracer("tiny")).cost(MODELS["tiny"].build())
+        flops[recompute] = report.flops()
+    assert [*flops.values()] == sorted(set(flops.values()))
+
+
+def test_a_search_prints_what_programs_take():
+    options = {"devices": 8, "cluster": H100, "global_batch": 32, "optimizer": ADAMW}
+    options |= {"zero_stage": (1, 3), "recompute": "never", "tensor": 1, "pipeline": 1}
+    plans = search(MODELS["tiny"], **options, rows=4)
+    for estimate in plans:
+        report = estimate.cost(MODELS["tiny"].build())
+        assert estimate.program is not None
+        assert estimate.seconds == pytest.approx(report.seconds, rel=0.03)
+        assert estimate.peak == pytest.approx(report.peak(), rel=0.03)
+    assert [x.seconds for x in plans] == sorted([x.seconds for x in plans])
+    assert plans[0].explain().count("other") >= 1
+
+
+def test_plans_that_are_one_program_are_one_row():
+    """In stages ZeRO-2 is ZeRO-1, since a device reduces gradients after its last microbatch."""
+    options = {"devices": 4, "cluster": H100, "global_batch": 16, "optimizer": ADAMW}
+    plans = search(
+        MODELS["tiny"], **options, rows=4, schedule="1f1b", tensor=1, pipeline=2, recompute="never"
+    )
+    assert [x.plan.zero_stage for x in plans].count(2) == 0
+    (merged,) = [x.plan for x in plans if x.plan.zero_stage == 1]
+    assert plans.stages[merged] == [1, 2] and "1 = 2" in str(plans)
+    costs = [
+        PlanEstimate(replace(merged, zero_stage=stage), tracer("tiny")).cost(MODELS["tiny"].build())
+        for stage in (1, 2)
+    ]
+    assert costs[0].seconds == costs[1].seconds and costs[0].peak() == costs[1].peak()
+
+
+def test_programs_that_are_too_long_for_a_search_are_marked():
+    deep = replace(MODELS["tiny"], layers=64)
+    options = {"devices": 16, "cluster": H100, "global_batch": 256, "optimizer": ADAMW}
+    plans = search(deep, **options, pipeline=16, schedule="gpipe", rows=1, recompute="never")
+    assert all(x.program_size > PROGRAMS and x.program is None for x in plans)
+    assert "~" in str(plans) and "by formulas" in str(plans.table().caption)
