@@ -236,6 +236,28 @@ def _assert_supported(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> No
 # -- the module ------------------------------------------------------------------------------------
 
 
+# Note [Kernels of Megatron]
+# Megatron's layers save less for their backward than torch's operations, one by one, would:
+#
+#     norms         the input alone: the norm is computed again, and with sequence_mode="megatron" its
+#                   tokens are gathered again (arXiv 2205.05198, section 4.2.2)
+#     gate and up   these two, and the input of `down`, not silu of the gate (a fused SwiGLU)
+#     dropout       a mask of one byte an element
+#
+# `remat` does the first two of any operations. torch has a kernel for the third on GPUs, which
+# `functional.dropout` takes there and nowhere else: `native_dropout` is the same on all devices.
+
+
+def _dropped(x: Tensor, rate: float) -> Tensor:
+    if isinstance(x, Tensor):
+        return torch.native_dropout(x, rate, train=True)[0]
+    return functional.dropout(x, rate)  # of an array, which has no kernel of its own
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.silu(gate) * up
+
+
 def _fused(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     return functional.scaled_dot_product_attention(
         q, k, v, None, dropout, is_causal=True, enable_gqa=True
@@ -249,7 +271,7 @@ def _by_formula(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """
     scores = torch.softmax(q @ k.mT, -1)
     if dropout:
-        scores = functional.dropout(scores, dropout)
+        scores = _dropped(scores, dropout)
     return scores @ v
 
 
@@ -293,17 +315,19 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the hidden states after the block."""
-        x = x + self._dropped(self._attend(self.norm(x)))
-        y = self.norm2(x)
+        x = x + self._dropped(self._attend(x))
         if self.experts is None:
-            return x + self._dropped(self._mlp(y))
+            return x + self._dropped(self._mlp(x))
+        y = self.norm2(x)
         tokens = y.flatten(0, 1)
         return x + self._dropped(self.experts(tokens).unflatten(0, y.shape[:2]))
 
     def _attend(self, x: Tensor) -> Tensor:
-        q = self._by_head(self.q(x))
-        k = self._by_head(self.k(x))
-        v = self._by_head(self.v(x))
+        # See Note [Kernels of Megatron].
+        queries, keys, values = remat(self._projected, "dots")(x)
+        q = self._by_head(queries)
+        k = self._by_head(keys)
+        v = self._by_head(values)
         dropout = self.dropout if self.training else 0.0
         heads = checkpoint_name(self.attention(q, k, v, dropout), "attention")
         return self.out(heads.transpose(1, 2).flatten(2))
@@ -312,15 +336,25 @@ class DecoderBlock(nn.Module):
         """(batch, token, head * width) -> (batch, head, token, width)."""
         return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.norm(x)
+        return self.q(y), self.k(y), self.v(y)
+
     def _mlp(self, x: Tensor) -> Tensor:
-        up = checkpoint_name(self.up(x), "mlp")
-        if self.gate is None:
+        # See Note [Kernels of Megatron].
+        up, gate = remat(self._up_and_gate, "dots")(x)
+        if gate is None:
             return self.down(functional.gelu(up))
-        gate = checkpoint_name(self.gate(x), "mlp")
-        return self.down(functional.silu(gate) * up)
+        return self.down(remat(_gated)(gate, up))
+
+    def _up_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        y = self.norm2(x)
+        up = checkpoint_name(self.up(y), "mlp")
+        gate = None if self.gate is None else checkpoint_name(self.gate(y), "mlp")
+        return up, gate
 
     def _dropped(self, x: Tensor) -> Tensor:
-        return functional.dropout(x, self.dropout, self.training) if self.dropout else x
+        return _dropped(x, self.dropout) if self.dropout and self.training else x
 
 
 class Decoder(nn.Module):
