@@ -161,7 +161,9 @@ def _dropout(
     if p == 1:
         return x * 0  # the scale 1 / (1 - p) would be infinite
     shape = x.shape if ndim is None else (*x.shape[:2], *(1,) * (x.ndim - 2))
-    return x * (bernoulli_like(x, shape, 1 - p) / (1 - p))
+    # The backward saves a mask of one byte an element.
+    is_kept = bernoulli_like(x, shape, 1 - p).bool()
+    return x * (1 / (1 - p)) * is_kept
 
 
 compose("dropout")(partial(_dropout, None))

@@ -72,6 +72,11 @@ class Run:
         keys = self.keys
         shares_tokens = keys.get("sequence_parallel", keys["gated"])
         has_layer_axis = shares_tokens and keys["tensor"] > 1 and keys.get("context", 1) == 1
+        mode = "gather"
+        if has_layer_axis:
+            mode = "megatron"
+        elif keys.get("context", 1) > 1:
+            mode = "zigzag"  # each device has as much of causal attention as the others
         recompute = keys.get("recompute", "none")
         if recompute == "none" or (recompute == "selective" and not keys["gated"]):
             recompute = "never"
@@ -88,7 +93,7 @@ class Run:
                 pipeline=keys["pipeline"],
                 tensor=keys["tensor"],
                 sequence=keys.get("context", 1),
-                sequence_mode="megatron" if has_layer_axis else "gather",
+                sequence_mode=mode,
                 zero_stage=keys.get("zero", 0),
                 rows=rows,
                 microbatches=round(keys["global_batch"] / samples),
