@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,13 @@ class Run:
         recompute = keys.get("recompute", "none")
         if recompute == "none" or (recompute == "selective" and not keys["gated"]):
             recompute = "never"
-        chunks = keys.get("chunks")
         schedule = keys.get("schedule", "1f1b")
-        if schedule == "interleaved" and chunks is None:
-            chunks = keys["layers"] // keys["pipeline"] // 2
-        for rows in [keys["microbatch"]] if "microbatch" in keys else ROWS:
+        most_chunks = keys["layers"] // keys["pipeline"]
+        legal_chunks = [None]
+        if schedule == "interleaved":
+            legal_chunks = [keys["chunks"]] if "chunks" in keys else range(2, most_chunks + 1)
+        legal_rows = [keys["microbatch"]] if "microbatch" in keys else ROWS
+        for rows, chunks in product(legal_rows, legal_chunks):
             samples = keys["data"] * rows
             if keys["global_batch"] < samples * (1 if "microbatch" in keys else keys["pipeline"]):
                 continue
@@ -98,7 +101,7 @@ class Run:
                 rows=rows,
                 microbatches=round(keys["global_batch"] / samples),
                 schedule=schedule,
-                chunks=chunks if schedule == "interleaved" else None,
+                chunks=chunks,
                 recompute=recompute,
             )
 
