@@ -22,17 +22,16 @@ PRESETS = ("a100", "h100", "h200", "b200", "cpu")
 
 
 # Note [The slowest of many]
-# A step waits for the slowest of its n devices, and a collective between nodes for the most loaded of
-# the links of n nodes. Both are the largest of n samples, which for a normal distribution of mean 1
-# and deviation d is about
+# A step waits for the slowest of its n devices, and a collective between nodes for the most
+# loaded of the links of n nodes. Both are the largest of n samples, which for a normal
+# distribution of mean 1 and deviation d is about
 #
 #     1 + d sqrt(2 ln n)
 #
-# (Fisher and Tippett 1928; n -> infinity of the mean of the largest). So times grow with the logarithm
-# of n, faster at first. d is `spread` for devices of one kind, whose speeds differ by their chips and
-# their cooling (Sinha et al. 2022, "Not All GPUs Are Created Equal"), and `collisions` for links,
-# where several flows of a Clos network are hashed to one (MegaScale, arXiv 2402.15627, section 3.6).
-# One pair of numbers holds for all machines of GPUs.
+# (Fisher and Tippett 1928; the leading term for large n). So times grow with the logarithm of
+# n, faster at first. d is `spread` for devices of one kind, whose speeds differ by their chips
+# and their cooling, and `collisions` for links, where a network hashes several flows to one.
+# One pair of numbers holds for all machines of GPUs: it was fitted to published runs.
 
 
 @dataclass(frozen=True)

@@ -239,13 +239,13 @@ def _assert_supported(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> No
 # Note [Kernels of Megatron]
 # Megatron's layers save less for their backward than torch's operations, one by one, would:
 #
-#     norms         the input alone: the norm is computed again, and with sequence_mode="megatron" its
-#                   tokens are gathered again (arXiv 2205.05198, section 4.2.2)
-#     gate and up   these two, and the input of `down`, not silu of the gate (a fused SwiGLU)
+#     norms         their input alone: they are computed again, and with
+#                   sequence_mode="megatron" tokens are gathered again (arXiv 2205.05198, 4.2.2)
+#     gate and up   these two, and the input of `down`; not silu of the gate (a fused SwiGLU)
 #     dropout       a mask of one byte an element
 #
 # `remat` does the first two of any operations. torch has a kernel for the third on GPUs, which
-# `functional.dropout` takes there and nowhere else: `native_dropout` is the same on all devices.
+# `functional.dropout` takes there and nowhere else: `native_dropout` is the same on all.
 
 
 def _dropped(x: Tensor, rate: float) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -159,15 +159,18 @@ def runs_of(*paths: str | Path) -> list[Run]:
 def main() -> None:
     """Print the table."""
     runs = runs_of(*(sys.argv[1:] or [PUBLISHED, OTHERS]))
-    print("| run | devices | published | estimated | error | GB | fits |\n|---|---|---|---|---|---|---|")
+    print(
+        "| run | devices | published | estimated | error | GB | fits |\n|---|---|---|---|---|---|---|"
+    )
     for run in runs:
         gigabytes = f"{run.estimate.peak / 1e9:.1f}"
         fits = "no" if run.estimate.excess() else "yes"
         cells = [run.name, f"{run.keys['devices']:,} {run.keys['gpu']}", f"{run.published:.1f}"]
         cells += [f"{run.estimated:.1f}", f"{run.error:+.1f}", gigabytes, fits]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        sys.stdout.write(f"| {' | '.join(cells)} |\n")
+        sys.stdout.flush()
     errors = [abs(run.error) for run in runs]
-    print(f"mean {sum(errors) / len(errors):.2f}, worst {max(errors):.2f}")
+    sys.stdout.write(f"mean {sum(errors) / len(errors):.2f}, worst {max(errors):.2f}\n")
 
 
 if __name__ == "__main__":
