@@ -159,9 +159,8 @@ def runs_of(*paths: str | Path) -> list[Run]:
 def main() -> None:
     """Print the table."""
     runs = runs_of(*(sys.argv[1:] or [PUBLISHED, OTHERS]))
-    print(
-        "| run | devices | published | estimated | error | GB | fits |\n|---|---|---|---|---|---|---|"
-    )
+    sys.stdout.write("| run | devices | published | estimated | error | GB | fits |\n")
+    sys.stdout.write("|---|---|---|---|---|---|---|\n")
     for run in runs:
         gigabytes = f"{run.estimate.peak / 1e9:.1f}"
         fits = "no" if run.estimate.excess() else "yes"

@@ -182,7 +182,7 @@ def _is_recomputed() -> bool:
     A region there would keep its results from the forward on, though they are computed again. The
     second run answers alike, so both save the same tensors.
     """
-    hooks = _autograd._top_saved_tensors_default_hooks(True)
+    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__qualname__.startswith(_HOOKS_OF_CHECKPOINT)
 
 
@@ -218,11 +218,10 @@ def _from_host(packed: Tensor | HostCopy) -> Tensor:
     return x
 
 
-_autograd: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage]
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _HOOKS_OF_CHECKPOINT = ("_checkpoint_hook", "_recomputation_hook")
 """The classes of torch whose hooks are open while `checkpoint` runs a function, and again."""
 
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _aten: Any = torch.ops.aten
 DOTS = frozenset(
     getattr(_aten, op).default
