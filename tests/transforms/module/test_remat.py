@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad, jacrev, jvp, vmap
-from torch.nn import functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 
 import fshard as fs
 from fshard import P
