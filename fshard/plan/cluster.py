@@ -62,7 +62,7 @@ class Efficiency:
         link: of a link's bandwidth.
         overlap: 1 if collectives run beside the computation, as on GPUs; 0 if they take the same
             cores.
-        contention: of a collective's time, in which the computation beside it stands still.
+        contention: of a collective's time, that the computation beside it loses.
         spread, collisions: see Note [The slowest of many].
     """
 
