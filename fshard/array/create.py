@@ -92,10 +92,10 @@ def rand(
     return _drawn(_shape_of(size), layout, draw, generator, dtype)
 
 
-def bernoulli_like(x: Sharded, shape: Sequence[int], p: float) -> Sharded:
-    """Return an array of 0 and 1 with the dtype of x, sharded like x in dims of equal length."""
+def bernoulli_like(x: Sharded, shape: Sequence[int], p: float, *, dtype: DType) -> Sharded:
+    """Return an array of 0 and 1, sharded like x in dims of equal length."""
     layout = Layout(x.mesh, spec_like(x, shape))
-    return _drawn(shape, layout, lambda y: y.bernoulli_(p), None, x.dtype)
+    return _drawn(shape, layout, lambda y: y.bernoulli_(p), None, dtype)
 
 
 def _drawn(

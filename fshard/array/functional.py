@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.function import Function
 from torch.nn import _reduction as _Reduction
 from torch.nn import functional as F
 
@@ -24,7 +25,9 @@ from fshard.array.create import bernoulli_like
 from fshard.array.mode import array_mode
 from fshard.array.rules import Rule, arrays_in, compose, rule
 from fshard.errors import LayoutError
+from fshard.mesh.collectives.autograd import has_tangent, transformed
 from fshard.mesh.layout import P
+from fshard.mesh.layout.sharded import Sharded
 
 
 @compose("softmin")
@@ -161,7 +164,29 @@ def _dropout(
     if p == 1:
         return x * 0  # the scale 1 / (1 - p) would be infinite
     shape = x.shape if ndim is None else (*x.shape[:2], *(1,) * (x.ndim - 2))
-    return x * (bernoulli_like(x, shape, 1 - p) / (1 - p))
+    is_kept = bernoulli_like(x, shape, 1 - p, dtype=torch.bool)
+    scale = 1 / (1 - p)
+    has_own_derivatives = not transformed() and not has_tangent(x.shards)
+    if is_kept.layout == x.layout and has_own_derivatives:
+        pairs = zip(x.shards, is_kept.shards, strict=True)
+        shards = [_KeptElements.apply(shard, mask, scale) for shard, mask in pairs]
+        return Sharded(x.shape, x.layout, tuple(shards))
+    return x * scale * is_kept
+
+
+class _KeptElements(Function):
+    """The elements of a mask, times a scale: one kernel each way, whose mask has one byte each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return torch.ops.aten.native_dropout_backward(x, mask, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (mask,) = ctx.saved_tensors
+        return _KeptElements.apply(cotangents[0], mask, ctx.scale), None, None
 
 
 compose("dropout")(partial(_dropout, None))

@@ -1,7 +1,7 @@
 """`Cluster`: the numbers of a machine on which time depends, as a value that a TOML file holds.
 
 peak numbers    of the vendor: operations by dtype, memory and its bandwidth, links
-efficiency      the part of them that programs get: seven constants, the same for every model
+efficiency      the part of them that programs get: ten constants, the same for every model
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
+from math import log, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,19 @@ from fshard.mesh.layout import Mesh
 
 PRESETS = ("a100", "h100", "h200", "b200", "cpu")
 """The names of `cluster`: the files of the folder `clusters`."""
+
+
+# Note [The slowest of many]
+# A step waits for the slowest of its n devices, and a collective between nodes for the most
+# loaded of the links of n nodes. Both are the largest of n samples, which for a normal
+# distribution of mean 1 and deviation d is about
+#
+#     1 + d sqrt(2 ln n)
+#
+# (Fisher and Tippett 1928; the leading term for large n). So times grow with the logarithm of
+# n, faster at first. d is `spread` for devices of one kind, whose speeds differ by their chips
+# and their cooling, and `collisions` for links, where a network hashes several flows to one.
+# One pair of numbers holds for all machines of GPUs: it was fitted to published runs.
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,8 @@ class Efficiency:
         link: of a link's bandwidth.
         overlap: 1 if collectives run beside the computation, as on GPUs; 0 if they take the same
             cores.
+        contention: of a collective's time, that the computation beside it loses.
+        spread, collisions: see Note [The slowest of many].
     """
 
     matmul: float = 0.75
@@ -57,6 +73,9 @@ class Efficiency:
     launch: float = 4e-6
     link: float = 0.8
     overlap: int = 1
+    contention: float = 0.0
+    spread: float = 0.0
+    collisions: float = 0.0
 
 
 class NetworkLevel(NamedTuple):
@@ -160,23 +179,36 @@ class Cluster:
             bandwidth = min(bandwidth, link.bandwidth * senders)
             takes_any_number = link.devices == 0
             if takes_any_number or max(members) < link.devices:
-                return self._reached(number, bandwidth)
+                return self._reached(number, bandwidth, mesh.size)
             inner = link.devices
         raise AssertionError("the last link takes any number of devices")
 
-    def level_between(self, source: int, target: int) -> NetworkLevel:
-        """Return the level of the network between two devices."""
+    def level_between(self, source: int, target: int, devices: int = 1) -> NetworkLevel:
+        """Return the level of the network between two devices of so many."""
         bandwidth = float("inf")
         for number, link in enumerate(self.links):
             bandwidth = min(bandwidth, link.bandwidth)
             takes_any_number = link.devices == 0
             if takes_any_number or source // link.devices == target // link.devices:
-                return self._reached(number, bandwidth)
+                return self._reached(number, bandwidth, devices)
         raise AssertionError("the last link takes any number of devices")
 
-    def _reached(self, number: int, bandwidth: float) -> NetworkLevel:
+    def _reached(self, number: int, bandwidth: float, devices: int) -> NetworkLevel:
+        """Return a level that all of some devices use at once."""
         reached = bandwidth * self.efficiency.link
+        if number > 0:
+            nodes = devices // self.links[number - 1].devices
+            reached /= _slowest(nodes, self.efficiency.collisions)
         return NetworkLevel(number, reached, self.links[number].latency)
+
+    def slowest(self, devices: int) -> float:
+        """Return the time of the slowest of some devices, of which the mean is 1."""
+        return _slowest(devices, self.efficiency.spread)
+
+    @property
+    def steady(self) -> Cluster:
+        """The machine with devices that are all alike."""
+        return replace(self, efficiency=replace(self.efficiency, spread=0.0))
 
     def save(self, path: str | Path) -> None:
         """Write a TOML file, which `cluster` reads."""
@@ -191,6 +223,11 @@ class Cluster:
 
 _NUMBERS = ("memory", "bandwidth", "host", "disk")
 """The fields of a cluster that are one number each."""
+
+
+def _slowest(samples: int, deviation: float) -> float:
+    """Return the largest of some samples, of mean 1: see Note [The slowest of many]."""
+    return 1 + deviation * sqrt(2 * log(max(samples, 1)))
 
 
 def _group_of_first_device(mesh: Mesh, axes: tuple[str, ...]) -> set[int]:

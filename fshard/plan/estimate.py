@@ -198,8 +198,8 @@ class PlanEstimate:
         for stage in self.stages:
             # A forward gathers parameters; a backward gathers them again, and reduces gradients.
             gather = self._exchange(stage.parameters) if shards_params(self.plan) else 0.0
-            forwards.append(max(stage.forward, gather))
-            backwards.append(max(stage.backward, 2 * gather))
+            forwards.append(self._side_by_side(stage.forward, gather))
+            backwards.append(self._side_by_side(stage.backward, 2 * gather))
         # Gradients of inputs and of weights are products of the same size.
         halves = [seconds / 2 for seconds in backwards]
         costs: dict[str, Any] = {
@@ -211,13 +211,18 @@ class PlanEstimate:
         schedule = self.plan.pipeline_schedule()
         return schedule.simulate(**costs, send=self._message_seconds, activation=saved)
 
+    def _side_by_side(self, computation: float, collectives: float) -> float:
+        """Return the seconds of a computation with collectives beside it, which slow it."""
+        slowed = computation + self.cluster.efficiency.contention * collectives
+        return max(slowed, collectives)
+
     @property
     def _message_seconds(self) -> float:
         """The seconds of a message from one stage to the next."""
         if not self.plan.in_stages:
             return 0.0
         distance = self.plan.devices // self.plan.pipeline  # "pipe" is the outermost axis
-        level = self.cluster.level_between(0, distance)
+        level = self.cluster.level_between(0, distance, self.plan.devices)
         return level.latency + self.model.message / level.bandwidth
 
     def _exchange(self, size: float, axis: str = "data") -> float:
@@ -239,7 +244,8 @@ class PlanEstimate:
         """Return the seconds of a step by a formula: the slowest device, and its idle time."""
         slowest = max([device.forward + device.backward for device in self.by_device])
         microbatches = cast(int, self.plan.microbatches) + idle_microbatches(self.plan)
-        return slowest * microbatches + sum(self._after_layers.values())
+        seconds = slowest * microbatches + sum(self._after_layers.values())
+        return seconds * self.cluster.slowest(self.plan.devices)
 
     @cached_property
     def _after_layers(self) -> dict[str, float]:
@@ -269,8 +275,8 @@ class PlanEstimate:
             seconds *= 2
         shard = gradients / (cast(int, plan.data) if plan.zero_stage else 1)
         seconds += 2 * self._exchange(shard, "replica")
-        beside = min([stage.backward for stage in self.stages])
-        return max(seconds - beside, 0.0)
+        backward = min([stage.backward for stage in self.stages])
+        return self._side_by_side(backward, seconds) - backward
 
     @cached_property
     def formula_terms(self) -> dict[str, float]:
@@ -280,7 +286,9 @@ class PlanEstimate:
         # Without stages, and without gathers beside the layers, nothing waits.
         has_waits = self.plan.in_stages or shards_params(self.plan)
         total = float(self._simulation.makespan) if has_waits else work
-        return {"layers": work, "waits": max(total - work, 0.0), **self._after_layers}
+        terms = {"layers": work, "waits": max(total - work, 0.0), **self._after_layers}
+        slowest_device = self.cluster.slowest(self.plan.devices)
+        return {name: seconds * slowest_device for name, seconds in terms.items()}
 
     @property
     def flops(self) -> float:

@@ -99,7 +99,7 @@ class LayerTracer:
         if key not in self.costs:
             step = self._step(key)
             mesh = make_mesh(key.axes, runtime="abstract")
-            first, layer, last = costs_of(step, self.cluster, mesh)
+            first, layer, last = costs_of(step, self.cluster.steady, mesh)
             shares_tokens = plan.sequence_mode == "megatron"
             token_devices = plan.tensor if shares_tokens else plan.sequence
             message = self._message * plan.rows // token_devices

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,6 +170,24 @@ class Transformer:
 # -- the module ------------------------------------------------------------------------------------
 
 
+# Note [Kernels of Megatron]
+# Megatron's layers save less for their backward than torch's operations, one by one, would:
+#
+#     norms         their input alone: they are computed again, and with
+#                   sequence_mode="megatron" tokens are gathered again (arXiv 2205.05198, 4.2.2)
+#     gate and up   these two, and the input of `down`; not silu of the gate (a fused SwiGLU)
+#     dropout       a mask of one byte an element
+#
+# `remat` does the first two of any operations. torch has a kernel for the third on GPUs, which
+# `functional.dropout` takes there and nowhere else: `native_dropout` is the same on all.
+
+
+def _dropped(x: Tensor, rate: float) -> Tensor:
+    if isinstance(x, Tensor):
+        return torch.native_dropout(x, rate, train=True)[0]
+    return functional.dropout(x, rate)  # of an array, which has no kernel of its own
+
+
 def _fused(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     return functional.scaled_dot_product_attention(
         q, k, v, None, dropout, is_causal=True, enable_gqa=True
@@ -190,7 +208,7 @@ def _by_formula(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         v = v.unsqueeze(2)
     scores = torch.softmax(q @ k.mT, -1)
     if dropout:
-        scores = functional.dropout(scores, dropout)
+        scores = _dropped(scores, dropout)
     result = scores @ v
     return result.flatten(1, 2) if is_grouped else result
 
@@ -258,25 +276,29 @@ class DecoderBlock(nn.Module):
         """Return the hidden states after the block."""
         match self.norms:
             case "before":
-                x = x + self._dropped(self._attend(self.norm(x)))
-                return x + self._dropped(self._feed(_normed(self.norm2, x)))
+                x = x + self._dropped(self._attend(self.norm, x))
+                return x + self._dropped(self._feed(self.norm2, x))
             case "after":
-                x = x + self._dropped(self.norm(self._attend(x)))
-                return x + self._dropped(_normed(self.norm2, self._feed(x)))
+                x = x + self._dropped(self.norm(self._attend(None, x)))
+                return x + self._dropped(_normed(self.norm2, self._feed(None, x)))
             case "around":
-                attended = self._attend(self.norm(x))
+                attended = self._attend(self.norm, x)
                 x = x + self._dropped(_normed(self.norm_after, attended))
-                fed = self._feed(_normed(self.norm2, x))
+                fed = self._feed(self.norm2, x)
                 return x + self._dropped(_normed(self.norm2_after, fed))
-            case _:  # "parallel" or "shared"
+            case "parallel":
+                attended = self._attend(self.norm, x)
+                return x + self._dropped(attended) + self._dropped(self._feed(self.norm2, x))
+            case _:  # "shared"
                 y = self.norm(x)
-                fed = self._feed(y if self.norm2 is None else self.norm2(x))
-                return x + self._dropped(self._attend(y)) + self._dropped(fed)
+                return x + self._dropped(self._attend(None, y)) + self._dropped(self._feed(None, y))
 
-    def _attend(self, x: Tensor) -> Tensor:
-        q = self._by_head(self._normed_width(self.q_norm, self.q(x)))
-        k = self._by_head(self._normed_width(self.k_norm, self.k(x)))
-        v = self._by_head(self.v(x))
+    def _attend(self, norm: nn.LayerNorm | None, x: Tensor) -> Tensor:
+        # See Note [Kernels of Megatron].
+        queries, keys, values = remat(partial(self._projected, norm), "dots")(x)
+        q = self._by_head(self._normed_width(self.q_norm, queries))
+        k = self._by_head(self._normed_width(self.k_norm, keys))
+        v = self._by_head(values)
         if self.qk_norm == "head":
             q = _normed(self.q_norm, q)
             k = _normed(self.k_norm, k)
@@ -291,23 +313,37 @@ class DecoderBlock(nn.Module):
         """(batch, token, head * width) -> (batch, head, token, width)."""
         return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
-    def _feed(self, x: Tensor) -> Tensor:
+    def _projected(self, norm: nn.LayerNorm | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = _normed(norm, x)
+        return self.q(y), self.k(y), self.v(y)
+
+    def _feed(self, norm: nn.LayerNorm | None, x: Tensor) -> Tensor:
         """Return the result of the MLP, or of the experts."""
         if self.experts is None:
-            return self._mlp(x)
-        tokens = x.flatten(0, 1)
-        y = self.experts(tokens).unflatten(0, x.shape[:2])
-        return y if self.shared is None else y + self.shared(x)
+            return self._mlp(norm, x)
+        normed = _normed(norm, x)
+        tokens = normed.flatten(0, 1)
+        y = self.experts(tokens).unflatten(0, normed.shape[:2])
+        return y if self.shared is None else y + self.shared(normed)
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        up = checkpoint_name(self.up(x), "mlp")
-        if self.gate is None:
+    def _mlp(self, norm: nn.LayerNorm | None, x: Tensor) -> Tensor:
+        # See Note [Kernels of Megatron].
+        up, gate = remat(partial(self._up_and_gate, norm), "dots")(x)
+        if gate is None:
             return self.down(self.activation(up))
-        gate = checkpoint_name(self.gate(x), "mlp")
-        return self.down(self.activation(gate) * up)
+        return self.down(remat(self._gated)(gate, up))
+
+    def _up_and_gate(self, norm: nn.LayerNorm | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        y = _normed(norm, x)
+        up = checkpoint_name(self.up(y), "mlp")
+        gate = None if self.gate is None else checkpoint_name(self.gate(y), "mlp")
+        return up, gate
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.activation(gate) * up
 
     def _dropped(self, x: Tensor) -> Tensor:
-        return functional.dropout(x, self.dropout, self.training) if self.dropout else x
+        return _dropped(x, self.dropout) if self.dropout and self.training else x
 
 
 class SharedExpert(nn.Module):

@@ -106,6 +106,7 @@ class DeviceClock:
         self._cluster = cluster
         self._mesh = mesh
         self._mail = mail
+        self._slowest = cluster.slowest(mesh.size)
         self._now = 0.0
         self._index = 0
         self.has_moved = False
@@ -150,9 +151,10 @@ class DeviceClock:
 
     def _compute(self, event: Operation) -> None:
         begin = self._now
-        self._now += self._cluster.seconds_of_operation(
+        seconds = self._cluster.seconds_of_operation(
             event.name, event.dtype, event.flops, event.traffic
         )
+        self._now += seconds * self._slowest
         self._times.compute += self._now - begin
         self._times.begins.setdefault(event.unit, begin)
         self._times.timed.append(TimedEvent("compute", event, begin, self._now))
@@ -164,7 +166,9 @@ class DeviceClock:
         self._ends[index] = end
         self._times.network[axes] += seconds
         runs_beside = event.is_started and self._cluster.efficiency.overlap
-        if not runs_beside:
+        if runs_beside:
+            self._now += seconds * self._cluster.efficiency.contention
+        else:
             self._wait(axes, end)
 
     def _copy(self, event: Copy) -> None:
@@ -174,7 +178,7 @@ class DeviceClock:
         self._occupy(lane, memories, event.size / rate, event)
 
     def _send(self, event: MessageSend) -> None:
-        level = self._cluster.level_between(self._device, event.to)
+        level = self._cluster.level_between(self._device, event.to, self._mesh.size)
         seconds = level.latency + event.sent / level.bandwidth
         arrival = self._occupy("messages", level.number, seconds, event)
         self._mail[self._device, event.to].append(arrival)

@@ -57,7 +57,8 @@ class Operation(NamedTuple):
         name: such as "mm".
         unit: of parameters that was used last, "begin" or "update".
         dtype: of its arguments, by the short name of layouts: "bf16".
-        flops: of matrix products, convolutions and attention; 0 for others.
+        flops: of matrix products, convolutions and attention, half of it if it is causal; 0 for
+            others.
         traffic: the bytes of its arguments and results.
         memory: the bytes in device memory after it, by `PURPOSES`.
     """
@@ -191,6 +192,8 @@ class StepRecorder(CountStorages):
             flops = 0
             if packet in flop_registry:
                 flops = flop_registry[packet](*args, **named, out_val=result)
+                if _is_causal(func, args, named):
+                    flops //= 2  # kernels skip the blocks of pairs that no token sees
             self._add(packet.__name__, (*args, *named.values()), result, flops)
         return result
 
@@ -218,6 +221,14 @@ class StepRecorder(CountStorages):
         index = self._starts.pop(id(delivery), None)
         if index is not None:
             self._events.append(CollectiveWait(index))
+
+
+def _is_causal(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Return True for attention in which a token sees only earlier ones and itself."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "is_causal":
+            return bool(value)
+    return bool(named.get("is_causal", False))
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

@@ -32,10 +32,10 @@ def test_nodes_have_another_size():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("memory = 80e9", "memory = 0", "memory must be > 0; got 0"),
-        ("memory = 80e9", 'memory = "80 GB"', "memory must be a number; got '80 GB'"),
+        ("memory = 84e9", "memory = 0", "memory must be > 0; got 0"),
+        ("memory = 84e9", 'memory = "80 GB"', "memory must be a number; got '80 GB'"),
         (
-            "memory = 80e9",
+            "memory = 84e9",
             "ram = 80e9",
             "ram is unknown; the keys are name, flops, .*; memory is missing",
         ),
@@ -56,7 +56,7 @@ def test_nodes_have_another_size():
 )
 def test_wrong_files_raise_with_the_key(old, new, message, tmp_path):
     cluster("h100").save(path := tmp_path / "h.toml")
-    text = path.read_text().replace("80000000000.0", "80e9").replace("1.5e-05", "15e-6")
+    text = path.read_text().replace("84000000000.0", "84e9").replace("1.5e-05", "15e-6")
     assert old in text
     path.write_text(text.replace(old, new))
     with pytest.raises(PlanError, match=message):

@@ -19,7 +19,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.errors import PlanError
 from fshard.mesh.layout.counting import LedgerRow
-from fshard.plan import NetworkLink, cost
+from fshard.plan import Efficiency, NetworkLink, cost
 from fshard.plan.timing import times_of
 from fshard.plan.trace import CollectiveStart, CollectiveWait, Copy, Operation
 from fshard.source import Site
@@ -266,12 +266,12 @@ def test_plans_of_stages_have_the_bytes_and_the_peak_of_four_processes(four, sta
 def test_operations_are_those_of_the_formula_and_recomputation_adds_a_forward():
     """A weight has 2 operations a token in the forward, and 4 in the backward.
 
-    Attention sees all pairs of tokens.
+    Attention counts half of all pairs of tokens, those that a causal one sees.
     """
     layers = 2
     tokens = ROWS * TOKENS
     weights = layers * (2 * WIDTH**2 + 2 * WIDTH * WIDTH // 2 + 4 * WIDTH**2)
-    attention = layers * 4 * TOKENS * tokens * WIDTH
+    attention = layers * 4 * TOKENS * tokens * WIDTH // 2
     forward = 2 * weights * tokens + attention
 
     step, trees = program({"data": 1}, **FIXED)
@@ -305,9 +305,7 @@ def test_other_sizes_are_those_of_a_mesh_of_that_size():
 
 MESH = fs.make_mesh({"a": 4, "b": 2}, runtime="abstract")
 SITE = Site("f.py", 1, "f")
-EFFICIENCY = replace(
-    H100.efficiency, matmul=1.0, half=0.0, attention=0.5, memory=1.0, launch=0.0, link=1.0
-)
+EFFICIENCY = Efficiency(matmul=1.0, half=0.0, attention=0.5, memory=1.0, launch=0.0, link=1.0)
 PLAIN = replace(
     H100,
     flops={"f32": 1.0},

@@ -340,7 +340,10 @@ def test_sizes_are_read_from_a_config_of_hugging_face(tmp_path, capsys):
     assert main(["plan", str(tmp_path), *words]) == 0
     assert "MFU" in capsys.readouterr().out and Parallelism.load(out).devices == 2
     page = tmp_path / "plan.html"
-    assert main(["explore", str(out), "-o", str(page)]) == 0 and "parameters on 2 ×" in page.read_text()
+    assert (
+        main(["explore", str(out), "-o", str(page)]) == 0
+        and "parameters on 2 ×" in page.read_text()
+    )
     (tmp_path / "bare.toml").write_text("data = 2\n")
     for wrong, message in (
         ("bare.toml", "must be a file of `fshard plan -o`"),

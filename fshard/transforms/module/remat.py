@@ -175,8 +175,20 @@ def _call_checkpointed(
 
     if policy.keep == "nothing":
         return checkpoint(body, *tensors, use_reentrant=False)
+    if _is_recomputed():
+        return body(*tensors)
     region = _region_of(policy, {} if scope is None else scope.activations)
     return checkpoint(body, *tensors, use_reentrant=False, context_fn=lambda: (region, region))
+
+
+def _is_recomputed() -> bool:
+    """Return True inside of a function that is recomputed itself, whose policy then decides.
+
+    A region there would keep its results from the forward on, though they are computed again. The
+    second run answers alike, so both save the same tensors.
+    """
+    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__qualname__.startswith(_HOOKS_OF_CHECKPOINT)
 
 
 def _region_of(policy: Policy, activations: Mapping[str, ActivationMemory]) -> Region:
@@ -212,6 +224,9 @@ def _from_host(packed: Tensor | HostCopy) -> Tensor:
 
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_HOOKS_OF_CHECKPOINT = ("_checkpoint_hook", "_recomputation_hook")
+"""The classes of torch whose hooks are open while `checkpoint` runs a function, and again."""
+
 _aten: Any = torch.ops.aten
 DOTS = frozenset(
     getattr(_aten, op).default

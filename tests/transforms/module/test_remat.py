@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad, jacrev, jvp, vmap
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import fshard as fs
@@ -491,3 +492,20 @@ def test_remat_of_sharded_layers_has_equal_gradients(policy):
         )
         results.append([*map(fs.unshard, gradient(params, x)[1].values())])
     close(*results)
+
+
+def test_remat_with_a_policy_inside_remat_keeps_no_results():
+    """The outer function runs again, and its products with it."""
+    storages = []
+
+    def product(x):
+        y = x @ x
+        storages.append(StorageWeakRef(y.untyped_storage()))
+        return y.sin()
+
+    x = torch.eye(3, requires_grad=True)
+    y = remat(lambda x: remat(product, "dots")(x).cos())(x)
+    assert storages[0].expired()
+    (actual,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad((x @ x).sin().cos().sum(), x)
+    torch.testing.assert_close(actual, expected)
