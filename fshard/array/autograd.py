@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fshard.ambient import backward_in_caller
 from fshard.array.communicate import (
     in_loss,
     operation_site,
@@ -36,7 +37,7 @@ from fshard.mesh.layout import P
 from fshard.mesh.layout.sharded import Sharded, typeof
 from fshard.mesh.reshard.device_put import unshard
 from fshard.mesh.reshard.varying import gradient_of_parts, leave_loss, number_of_shards
-from fshard.mesh.spmd.run import backward_in_caller, is_outside
+from fshard.mesh.spmd.run import is_outside
 
 
 def direct(names: str) -> Callable[[Callable[..., Any]], None]:

@@ -10,6 +10,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 def serve_store() -> TCPStore:
     """Serve a store on a free port, for this machine only, until it is deleted."""
+    # The socket is given to the store, not its port alone: another program could take that first.
     server = socket.create_server(("127.0.0.1", 0))
     host, port = server.getsockname()
     return TCPStore(
@@ -22,6 +23,7 @@ def variables_of_all(n: int, backend: str, environment: Mapping[str, str]) -> di
 
     The port is not among them: a pool changes its store.
     """
+    # Defaults, which the caller may replace.
     variables = {"OMP_NUM_THREADS": "1"}
     if backend == "gloo":
         variables["CUDA_VISIBLE_DEVICES"] = ""

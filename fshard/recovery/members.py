@@ -131,8 +131,8 @@ class Members:
     @staticmethod
     def runs_in(folder: Path) -> bool:
         """Return True if a run is in progress in a folder."""
-        meeting = RunFolder.current(folder)
-        return meeting is not None and _is_live(meeting)
+        run_folder = RunFolder.current(folder)
+        return run_folder is not None and _is_live(run_folder)
 
     # -- the generation ----------------------------------------------------------------------------
 
@@ -216,11 +216,13 @@ class Members:
                 missing = numbers - self._folder.marked("done", self.generation)
                 if not missing:
                     break
-                if time.monotonic() > deadline:
-                    lost = missing
-                if lost & missing:
+
+                is_too_late = time.monotonic() > deadline
+                lost_before_done = missing if is_too_late else lost & missing
+                if lost_before_done:
                     raise LostProcessError(
-                        f"Process {min(lost & missing)} of the run was lost before it had finished."
+                        f"Process {min(lost_before_done)} of the run was lost before it had "
+                        "finished."
                     )
                 time.sleep(_PAUSE)
         self._end()
@@ -304,24 +306,35 @@ class Members:
         index = self.generation + 1
         self._folder.mark("come", index, self.number)
         deadline = time.monotonic() + self._limit.total_seconds()
-        generation = self._folder.generation(index)
-        while generation is None:
-            come = self._folder.marked("come", index)
-            gone = self._folder.gone()
-            present: list[int] = []
-            awaited: list[int] = []
-            for number in self.numbers:
-                is_left = number not in gone and self._is_alive(number)
-                if number == self.number or (is_left and number in come):
-                    present.append(number)
-                elif is_left:
-                    awaited.append(number)
-            if not awaited or time.monotonic() > deadline:
-                generation = self._folder.decide(self._next_generation(present))
+        while True:
+            generation = self._folder.generation(index)
+            if generation is not None:
+                return generation  # another process has decided
+
+            present, awaited = self._present_and_awaited(index)
+            is_too_late = time.monotonic() > deadline
+            if not awaited or is_too_late:
+                # Several may do so at once: all get the decision that was written first.
+                return self._folder.decide(self._next_generation(present))
+            time.sleep(_PAUSE)
+
+    def _present_and_awaited(self, index: int) -> tuple[list[int], list[int]]:
+        """Return those that have come to decide on a generation, and those that still may."""
+        come = self._folder.marked("come", index)
+        gone = self._folder.gone()
+        present: list[int] = []
+        awaited: list[int] = []
+        for number in self.numbers:
+            if number == self.number:
+                present.append(number)
+                continue
+            if number in gone or not self._is_alive(number):
+                continue
+            if number in come:
+                present.append(number)
             else:
-                time.sleep(_PAUSE)
-                generation = self._folder.generation(index)
-        return generation
+                awaited.append(number)
+        return present, awaited
 
     def _of(self, generation: Generation) -> Members:
         """Return the next generation, seen from this process."""
@@ -360,9 +373,11 @@ class Members:
         except (_LostMeanwhileError, FileNotFoundError):
             return False
         except (RuntimeError, OSError) as error:
-            end = time.monotonic() + _SEEN_LATER
-            while not self.has_lost() and time.monotonic() < end:
+            # A connection fails at once where its other end dies, whose end is seen a little later.
+            deadline = time.monotonic() + _SEEN_LATER
+            while not self.has_lost() and time.monotonic() < deadline:
                 time.sleep(_PAUSE)
+            # Only the text shows that a limit was exceeded: see Note [Two deaths at once].
             is_late = "imed out" in str(error) or "imeout" in str(error)
             if not self.has_lost() and not is_late:
                 raise
@@ -584,12 +599,13 @@ def _join_run(run_folder: RunFolder, device_type: str, limit: timedelta) -> Memb
         newest = run_folder.newest()
         while newest is not None:
             following = run_folder.generation(newest.index + 1)
-            if following is not None and token in following.tokens.values():
-                run_folder.withdraw(token)
-                return _taken_up(run_folder, following, token, device_type, limit)
             if following is not None:
+                if token in following.tokens.values():
+                    run_folder.withdraw(token)
+                    return _taken_up(run_folder, following, token, device_type, limit)
                 newest = following
                 continue
+
             if time.monotonic() > next_beat:
                 next_beat = time.monotonic() + _BEAT
                 run_folder.touch_request(token)

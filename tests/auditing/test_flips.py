@@ -11,6 +11,7 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.spmd.scope import here
 from tests.helpers.bit_flips import MOMENTS, Flip
+from tests.helpers.foreign_backward import foreign_backward
 
 SIZES = {"a": 48, "b": 8, "c": 40}
 
@@ -102,6 +103,14 @@ def test_flip_of_one_bit_is_named_in_a_thousand_draws(block, tmp_path):
     rng = random.Random(block)
     for number in range(50):
         check_named(rng, rng.choice(MOMENTS), rng.randrange(4), tmp_path / str(number))
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_flip_of_one_bit_is_named_where_autograd_has_threads(moment, tmp_path):
+    """As on an accelerator; but the backwards of a step run in the thread that records it."""
+    with foreign_backward() as engine:
+        check_named(random.Random(f"{moment} 3"), moment, 3, tmp_path)
+    assert engine.backwards == 0
 
 
 # -- other programs --------------------------------------------------------------------------------

@@ -183,10 +183,7 @@ PROGRAMS = {
     "rematerialised": (lambda: booster(Remat), 1),
     "booster, reproducible": (lambda: booster(reproducible=True), 0),
     "refused": (refused, 1),
-    "tensor parallel": (
-        tensor_parallel,
-        1,
-    ),  # of its plan, whose gradients are compared with one device's
+    "tensor parallel": (tensor_parallel, 0),
     "sequence parallel": (sequence_parallel, 0),
     "array": (array, 1),
     "mapped": (mapped, 1),

@@ -16,13 +16,12 @@ represents all and counts the most that any device sends.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fshard.mesh.layout.counting import (
     MEMORIES,
@@ -230,32 +229,14 @@ def _format_count(count: Fraction) -> str:
     return f"{float(count):,.{digits}f}"
 
 
-_open: list[Ledger] = []
-"""The open ledgers of all threads, which the threads of autograd write to."""
-
-
 def active() -> Sequence[CollectiveCounter]:
-    """Return the ledgers that the calling thread writes to: its own, or those of its caller."""
-    ledgers = counting().ledgers
-    if ledgers is not None:
-        return ledgers
-    if _open and _is_thread_of_autograd():
-        return _open
-    return ()
+    """Return the ledgers that the calling code writes to."""
+    return counting().ledgers
 
 
 def writing_to(ledgers: Sequence[CollectiveCounter]) -> AbstractContextManager[None]:
     """Write the collectives of the block to these ledgers, and to no other."""
     return counting_by(replace(counting(), ledgers=tuple(ledgers)))
-
-
-def _is_thread_of_autograd() -> bool:
-    """Return True if Python has not started the thread.
-
-    Autograd runs the backwards of an accelerator in such a thread, for any thread of Python.
-    """
-    private: Any = threading
-    return isinstance(threading.current_thread(), private._DummyThread)
 
 
 def uncounted() -> AbstractContextManager[None]:
@@ -282,10 +263,5 @@ def ledger() -> Generator[Ledger]:
     {('psum', ('data',)): (1, Fraction(12, 1))}
     """
     opened = Ledger()
-    _open.append(opened)
-    try:
-        with writing_to((*active(), opened)):
-            yield opened
-    finally:
-        # By identity: `remove` compares values, and two ledgers of one program are equal.
-        _open[:] = [other for other in _open if other is not opened]
+    with writing_to((*active(), opened)):
+        yield opened

@@ -166,8 +166,7 @@ class Counting:
     """The ledgers and counters of the calling code, and labels of its new storages.
 
     Args:
-        ledgers: those that collectives are written to. None in a thread that has not opened one,
-            nor taken over those of its caller.
+        ledgers: those that collectives are written to.
         counters: those that count storages.
         purpose: of new storages; None for the purpose of an operation's arguments.
         site: the line of new storages where no line of the user is being executed.
@@ -176,7 +175,7 @@ class Counting:
         recorder: of a step; None for nothing.
     """
 
-    ledgers: tuple[CollectiveCounter, ...] | None = None
+    ledgers: tuple[CollectiveCounter, ...] = ()
     counters: tuple[StorageCounter, ...] = ()
     purpose: Purpose | None = None
     site: Site | None = None

@@ -33,7 +33,6 @@ from fshard.errors import (
     PromiseError,
     ScopeError,
 )
-from fshard.mesh.collectives.ledger import active, writing_to
 from fshard.mesh.collectives.moves import (
     AWAITED_COTANGENTS,
     Purpose,
@@ -312,8 +311,7 @@ class VirtualWorld(OneProcessWorld):
 
         kind = self.mesh.device_type
         state = ThreadState.capture(kind)
-        with writing_to(active()):  # a thread of autograd has none of its own: see `active`
-            contexts = [copy_context() for _ in range(self.mesh.size)]
+        contexts = [copy_context() for _ in range(self.mesh.size)]
         random_before = random_state(kind)
         begin = random_before if random is None else random
         self._random = [begin] * self.mesh.size

@@ -11,7 +11,7 @@ immediately, captured ones where they meet a tensor without values (`Valueless`)
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
@@ -212,7 +212,7 @@ def as_one_device(
 
     is_outermost_abstract = mesh.runtime == "abstract" and outer is None
     valueless = _on_shapes(mesh) if is_outermost_abstract else nullcontext()
-    with entered(scope), backward_in_caller(), valueless:
+    with entered(scope), valueless:
         yield scope
 
 
@@ -242,22 +242,6 @@ def _on_shapes(mesh: Mesh) -> Generator[None]:
         else:
             with uncounted(), without_counters():
                 yield
-
-
-# Note [Backwards run in the calling thread]
-# Autograd runs the nodes of an accelerator in a thread of its own, where Python's thread-locals and
-# context variables are empty: the scope, the regions of remat. With nodes on two devices there are
-# two such threads, whose collectives would start in an order that differs between processes. So all
-# code that runs as a device of a mesh runs its backwards in the calling thread, those of user code
-# too; the streams are the forward's anyway. Only a backward outside of `run`, such as that of a
-# plain tensor under torchrun, may run in such a thread: autograd Functions on that path take the
-# scope of their forward.
-def backward_in_caller() -> AbstractContextManager[None]:
-    """Return a context whose backwards run in the calling thread.
-
-    See Note [Backwards run in the calling thread].
-    """
-    return torch.autograd.set_multithreading_enabled(False)
 
 
 _ABSTRACT = AbstractWorld()

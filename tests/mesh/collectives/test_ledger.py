@@ -3,13 +3,12 @@ devices that it runs.
 """
 
 import threading
-from _thread import start_new_thread
 
 import pytest
 import torch
 
 import fshard as fs
-from fshard.mesh.collectives import ledger as module
+from fshard.mesh.collectives.ledger import active
 
 
 def total(mesh, count):
@@ -71,7 +70,7 @@ def test_nested_ledgers_count_what_is_inside():
         with fs.ledger() as inner:
             total(mesh, 2)
     total(mesh, 4)
-    assert (outer.calls(), inner.calls(), module._open) == (3, 2, [])
+    assert (outer.calls(), inner.calls(), active()) == (3, 2, ())
 
 
 def test_ledger_of_a_device_counts_that_device():
@@ -86,24 +85,9 @@ def test_ledger_of_a_device_counts_that_device():
     assert results == [(1, [0]), (1, [1])] and outer.calls() == 2
 
 
-def test_thread_that_python_has_not_started_writes_to_open_ledgers():
-    """Autograd runs backwards of an accelerator in such threads."""
-    ended = threading.Event()
-    counted = list[int]()
-
-    def body():
-        counted.append(len(module.active()))
-        ended.set()
-
-    with fs.ledger():
-        start_new_thread(body, ())
-        assert ended.wait(10)
-    assert counted == [1]
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_ledger_is_closed_with_its_block(fails):
     with pytest.raises(KeyError) if fails else fs.ledger(), fs.ledger():
         if fails:
             raise KeyError
-    assert module._open == [] and module.active() == ()
+    assert active() == ()
