@@ -162,7 +162,8 @@ class Cost(Tabular):
         groups = dict[tuple[str, str], list[Operation]]()
         for event in self._all_operations():
             groups.setdefault((event.name, event.dtype), []).append(event)
-        rows = [_operation_cost(calls, self.cluster) for calls in groups.values()]
+        slowest = self.cluster.slowest(self.mesh.size)
+        rows = [_operation_cost(calls, self.cluster, slowest) for calls in groups.values()]
         return sorted(rows, key=lambda row: -row.seconds)
 
     def _all_operations(self) -> list[Operation]:
@@ -212,8 +213,8 @@ class Cost(Tabular):
             table.add_row("stages", "messages, bytes", f"{sent:,.0f}", idle)
 
 
-def _operation_cost(calls: Sequence[Operation], machine: Cluster) -> OperationCost:
-    """Return the sum of the calls of one operation in a dtype."""
+def _operation_cost(calls: Sequence[Operation], machine: Cluster, slowest: float) -> OperationCost:
+    """Return the sum of the calls of one operation in a dtype, on the slowest device."""
     first = calls[0]
     flops = sum(call.flops for call in calls)
     traffic = sum(call.traffic for call in calls)
@@ -225,7 +226,9 @@ def _operation_cost(calls: Sequence[Operation], machine: Cluster) -> OperationCo
     limit = "launch" if launch_seconds >= memory_seconds else "memory"
     if seconds > 1.001 * max(launch_seconds, memory_seconds):
         limit = "arithmetic" if flops else "memory"
-    return OperationCost(first.name, first.dtype, len(calls), flops, traffic, seconds, limit)
+    return OperationCost(
+        first.name, first.dtype, len(calls), flops, traffic, seconds * slowest, limit
+    )
 
 
 def cost(

@@ -167,7 +167,8 @@ class DeviceClock:
         self._times.network[axes] += seconds
         runs_beside = event.is_started and self._cluster.efficiency.overlap
         if runs_beside:
-            self._now += seconds * self._cluster.efficiency.contention
+            # What the computation loses to the collective beside it is time for the network too.
+            self._wait(axes, self._now + seconds * self._cluster.efficiency.contention)
         else:
             self._wait(axes, end)
 

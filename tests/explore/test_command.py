@@ -77,7 +77,7 @@ def test_page_says_which_plan_it_shows():
     assert facts["model"] == f"{count}, 2 layers, 32 tokens a sample"
     assert facts["layout"] == f"data={plan.data}" and facts["ZeRO"].startswith(str(plan.zero_stage))
     assert facts["microbatches"].startswith(f"{plan.microbatches} of {plan.rows} sample")
-    assert facts["cluster"].startswith("4 × h100, 80 GB each")
+    assert facts["cluster"].startswith("4 × h100, 84 GB each")
 
 
 def test_mfu_of_a_page_is_that_of_the_table():

@@ -181,7 +181,7 @@ def test_a_search_tries_the_axis_of_experts():
         "rows": 1,
     }
     plans = search(model, schedule="1f1b", zero_stage=(0, 1), recompute="never", **options)
-    assert {x.plan.experts for x in plans} == {1, 8} and "expert=8" in str(plans)
+    assert {x.plan.experts for x in plans} == {1, 8} and "experts=8" in str(plans)
     several = search(model, sequence=(1, 2), pipeline=1, experts=1, recompute="never", **options)
     assert {x.plan.sequence for x in several} == {1, 2}
     copies = search(

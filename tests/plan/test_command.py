@@ -48,7 +48,7 @@ def test_plan_prints_model_memory_speed_days_and_cost(capsys, config, tmp_path):
     words = ["--tokens", "1T", "--price", "2.5", "--pipeline", "1", "--json", out, *NARROW]
     status, text, _ = plan(capsys, config, *words)
     assert status == 0
-    assert "h100 with 80 GB" in text and "16 samples of 32 tokens a step" in text
+    assert "h100 with 84 GB" in text and "16 samples of 32 tokens a step" in text
 
     numbers = json.loads(out.read_text())
     best = numbers["plans"][0]

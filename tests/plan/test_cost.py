@@ -392,7 +392,11 @@ def test_more_of_anything_is_never_slower(events, data):
         "host": factor * H100.host,
         "disk": factor * H100.disk,
         "links": tuple(links),
-        "efficiency": replace(H100.efficiency, matmul=min(1.0, 0.75 * factor), half=2e9 / factor),
+        "efficiency": replace(
+            H100.efficiency,
+            matmul=min(1.0, factor * H100.efficiency.matmul),
+            half=H100.efficiency.half / factor,
+        ),
     }
     names = data.draw(st.sets(st.sampled_from(sorted(changes)), min_size=1))
     better = replace(H100, **{name: changes[name] for name in names})
@@ -417,7 +421,7 @@ OF_NODES = {"data": 4, "model": 8}
     ],
 )
 def test_groups_use_the_links_between_their_devices(sizes, axes, level, bandwidth):
-    machine = replace(H100, efficiency=replace(H100.efficiency, link=1.0))
+    machine = replace(H100, efficiency=replace(H100.efficiency, link=1.0, collisions=0.0))
 
     actual = machine.level(fs.make_mesh(sizes, runtime="abstract"), axes)
 
