@@ -10,6 +10,7 @@ import pytest
 from fshard.command import main
 from fshard.errors import PromiseError
 from fshard.testing import certify_script
+from fshard.torch_collectives import Recording
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DATA = {"data": 2}
@@ -26,6 +27,7 @@ RIGHT = {
     "get_batch": (DATA, None),
     "tensor_parallel": ({"dp": 2, "tp": 2}, ["--tp", "1"]),
     "two_optimizers": (DATA, None),
+    "pipeline": ({"pipe": 2}, None),
 }
 # By script and arguments: the first leaf that diverges, and its reason.
 WRONG = {
@@ -38,6 +40,7 @@ WRONG = {
     "fabric sync": NOT_REDUCED,
     "get_batch sync": "the gradient",
     "two_optimizers --kept": "call zero_grad() in each step",
+    "pipeline --bug clip": "the gradient that the optimizer is given",
 }
 
 
@@ -54,7 +57,8 @@ def test_scripts_are_accepted_without_an_edit(name):
 @pytest.mark.parametrize("command", WRONG)
 def test_mistakes_of_scripts_are_found_with_their_cause(command):
     name, *arguments = command.split()
-    certificate = certify_script(SCRIPTS / f"{name}.py", DATA, arguments, timeout=300)
+    axes, _ = RIGHT[name]
+    certificate = certify_script(SCRIPTS / f"{name}.py", axes, arguments, timeout=300)
     assert certificate.first is not None
     reasons = [row.reason for row in certificate.rows if row.verdict == "DIVERGENT"]
     assert any(WRONG[command] in reason for reason in reasons), certificate
@@ -66,6 +70,108 @@ def test_debug_model_of_torchtitan_is_accepted():
     arguments = ["--tp", "2"]
     axes = {"data": 2, "tp": 2}
     certify_script(SCRIPTS / "titan.py", axes, arguments, alone=["--tp", "1"], timeout=300).check()
+
+
+# -- what the caption says -------------------------------------------------------------------------
+
+LOADED = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("nccl")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(16, 3))
+sampler = DistributedSampler(data) if "--sampler" in sys.argv else None
+model = DistributedDataParallel(nn.Linear(3, 1).cuda(), device_ids=[0])
+rate = eval(os.environ.get("RATE", "0.1"))
+opt = torch.optim.SGD(model.parameters(), rate)
+for (x,) in DataLoader(data, 4, sampler=sampler):
+    opt.zero_grad()
+    model(x.cuda()).square().mean().backward()
+    opt.step()
+"""
+
+
+def loaded(tmp_path, *arguments, **options):
+    file = tmp_path / "train.py"
+    file.write_text(LOADED)
+    return certify_script(file, DATA, arguments, **options)
+
+
+def test_equal_batches_along_data_are_warned_of(tmp_path):
+    assert "WARNING: batches are equal along data" in str(loaded(tmp_path).notes)
+    assert not loaded(tmp_path, "--sampler").notes
+
+
+def test_batches_that_are_drawn_alike_are_warned_of(tmp_path):
+    file = tmp_path / "train.py"
+    text = (SCRIPTS / "get_batch.py").read_text()
+    assert "1337 + seed_offset" in text
+    file.write_text(text.replace("1337 + seed_offset", "1337"))
+    certificate = certify_script(file, DATA)
+    assert "WARNING: batches are equal along data" in str(certificate.check().notes)
+
+
+@pytest.mark.parametrize(
+    ("rate", "note"),
+    [
+        ("0.1 * world", "at step 0 it is 0.2 in 2, and the script sets 0.1 in one"),
+        ("0.1 / (1 + rank)", "at step 0 0.1 on rank 0 and 0.05 on rank 1"),
+    ],
+)
+def test_learning_rates_that_depend_on_processes_are_said(tmp_path, monkeypatch, rate, note):
+    monkeypatch.setenv("RATE", rate)
+    certificate = loaded(tmp_path, "--sampler")
+    (shown,) = certificate.notes
+    assert note in shown
+    assert certificate.ok == ("world" in rate)
+
+
+def test_script_that_ends_early_is_judged_by_its_steps(tmp_path):
+    certificate = loaded(tmp_path, "--sampler", steps=5)
+    assert certificate.check().steps == 2
+    assert "The script ended after 2 of 5 steps." in certificate.notes
+
+
+def test_steps_that_the_one_process_does_not_reach_are_no_pass():
+    certificate = certify_script(SCRIPTS / "pipeline.py", {"pipe": 2}, ["--bug", "output"])
+    assert certificate.steps == 1 and not certificate.ok
+    row = certificate.first
+    assert (row.leaf, row.verdict, row.step) == ("steps", "INCONCLUSIVE", 1)
+    assert "pipeline.py:57 raised in the one process: UnboundLocalError" in row.reason
+    assert "--alone" in row.reason and "FILE:NAME" in row.reason
+    assert all(row.verdict == "EXACT" for row in certificate.rows[:-1])
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def test_recorded_collectives_are_those_of_the_steps(tmp_path, capsys):
+    file = tmp_path / "train.py"
+    file.write_text(LOADED)
+    out = tmp_path / "steps.json"
+    words = ["certify", "--run", str(file), "--mesh", "data=2", "--record", str(out)]
+    assert main([*words, "--", "--sampler"]) == 0
+    recording = Recording.load(out)
+    assert recording.program == "train.py --sampler" and recording.axes == DATA
+    assert not recording.mismatch()
+    for calls in recording.ranks:
+        # Weights and bias in float64, reduced in the backward of each of two steps.
+        reduced = [call for call in calls if call.collective == "all_reduce"]
+        assert [call.bytes for call in reduced] == [32, 32]
+        assert all("train.py:18 in <module>" in call.line for call in reduced)
+    page = tmp_path / "page.html"
+    assert main(["explore", str(out), "--out", str(page)]) == 0
+    assert "all_reduce" in page.read_text()
+
+
+def test_recording_of_several_meshes_is_refused():
+    with pytest.raises(ValueError, match="record must be of one mesh; got 2"):
+        certify_script(__file__, [DATA, DATA], record="steps.json")
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -132,6 +238,8 @@ def test_command_runs_a_script_with_its_arguments(tmp_path, capsys):
         (["--run", __file__, "--steps", "0"], "--steps must be >= 1; got 0"),
         ([f"{__file__}:one_argument", "--", "--lr", "1"], "arguments of a script need --run"),
         (["--run", __file__, "--split", "context"], "a split must be like context=1"),
+        ([f"{__file__}:one_argument", "--record", "out.json"], "--record needs --run FILE"),
+        (["--run", __file__, "--mesh", "data=4", "--record", "x"], "needs one --mesh; got 2"),
     ],
 )
 def test_command_lines_that_say_nothing_end_with_one_line(capsys, words, message):
