@@ -108,10 +108,16 @@ def test_equal_batches_along_data_are_warned_of(tmp_path):
 
 
 def test_batches_that_are_drawn_alike_are_warned_of(tmp_path):
-    file = tmp_path / "train.py"
     text = (SCRIPTS / "get_batch.py").read_text()
-    assert "1337 + seed_offset" in text
-    file.write_text(text.replace("1337 + seed_offset", "1337"))
+    replaced = {
+        "1337 + seed_offset)": "1337)\nnp.random.seed(0)",
+        " and master_process:": ":",  # an evaluation draws, too
+    }
+    for old, new in replaced.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    file = tmp_path / "train.py"
+    file.write_text(text)
     certificate = certify_script(file, DATA)
     assert "WARNING: batches are equal along data" in str(certificate.check().notes)
 
@@ -201,6 +207,11 @@ ERRORS = {
         LINEAR.replace("nn.Linear(3, 1)", "Noisy(3, 1)") + STEP,
         "must draw nothing in its steps",
     ),
+    "asks for a GPU": (
+        LINEAR.replace("dist.init", "assert torch.cuda.is_available()\ndist.init"),
+        r"train.py:10 raised in rank \d of 2: AssertionError: assert torch.cuda.is_available\(\). "
+        "This run has no GPUs",
+    ),
     "exits": (LINEAR + "sys.exit(3)", "raised in rank . of 2: SystemExit: 3"),
 }
 
@@ -212,6 +223,26 @@ def test_scripts_that_cannot_be_judged_raise_one_line(tmp_path, name):
     file.write_text(text)
     with pytest.raises(PromiseError, match=message):
         certify_script(file, DATA)
+
+
+def test_generators_of_a_gpu_draw_on_the_cpu(tmp_path):
+    file = tmp_path / "train.py"
+    draw = """
+draw = torch.Generator(device="cuda").manual_seed(0)
+assert isinstance(draw, torch.Generator) and isinstance(torch.default_generator, torch.Generator)
+x = torch.rand(4, 3, generator=draw, device="cuda")
+"""
+    file.write_text(LINEAR + draw + STEP)
+    certify_script(file, DATA, steps=1).check()
+
+
+def test_fixture_takes_the_path_of_a_script(certified, tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(LINEAR + STEP)
+    assert certified(str(file), DATA, args=["--seed"], steps=1).ok
+    file.write_text(LINEAR + STEP.replace("sum()", "sum().mul(1 + dist.get_rank())"))
+    with pytest.raises(AssertionError, match="train.py"):
+        certified(file, DATA, args=["--seed"], steps=1)
 
 
 def test_command_runs_a_script_with_its_arguments(tmp_path, capsys):

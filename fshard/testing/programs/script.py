@@ -241,7 +241,13 @@ def _error(script: Script, place: Place, error: BaseException, output: Path) -> 
     lines = [frame.lineno for frame in frames if frame.filename == script.path]
     where = f"{script.name}:{lines[-1]}" if lines else script.name
     process = "the one process" if place.is_alone else f"rank {place.rank} of {place.size}"
-    text = str(error).strip().partition("\n")[0]
+    line = (frames[-1].line if frames else None) or ""
+    text = str(error).strip().partition("\n")[0] or line
+    said = f"{text} {line}".lower()
+    if "cuda" in said or "gpu" in said:
+        text += (
+            ". This run has no GPUs: let the script work where torch.cuda.is_available() is False"
+        )
     failure = ScriptError(f"{where} raised in {process}: {type(error).__name__}: {text}")
     written = output.read_text(errors="replace").splitlines()
     trace = "".join(traceback.format_exception(error)).splitlines()
