@@ -16,12 +16,15 @@ SCRIPTS = Path(__file__).parent / "scripts"
 DATA = {"data": 2}
 NOT_REDUCED = "not reduced"
 
-# By script: the mesh, and the arguments in one process.
+# By script and arguments: the mesh, and the arguments in one process.
 RIGHT = {
     "ddp": (DATA, None),
     "ddp_spawn": (DATA, None),
     "fsdp2": (DATA, None),
     "accelerated": (DATA, None),
+    "accelerated --split": (DATA, None),
+    "accelerated --dispatch": (DATA, None),
+    "accelerated --dispatch --split": (DATA, None),
     "trainer": (DATA, None),
     "fabric": (DATA, None),
     "get_batch": (DATA, None),
@@ -36,6 +39,7 @@ WRONG = {
     "ddp_spawn sync": NOT_REDUCED,
     "fsdp2 --bug tokens": "the gradient first differs at",
     "accelerated --bug unwrapped": NOT_REDUCED,
+    "accelerated --bug unwrapped --dispatch --split": NOT_REDUCED,
     "trainer --bug": "the gradient first differs at",
     "fabric sync": NOT_REDUCED,
     "get_batch sync": "the gradient",
@@ -45,10 +49,11 @@ WRONG = {
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", RIGHT)
-def test_scripts_are_accepted_without_an_edit(name):
-    axes, alone = RIGHT[name]
-    certificate = certify_script(SCRIPTS / f"{name}.py", axes, alone=alone, timeout=300)
+@pytest.mark.parametrize("command", RIGHT)
+def test_scripts_are_accepted_without_an_edit(command):
+    axes, alone = RIGHT[command]
+    name, *arguments = command.split()
+    certificate = certify_script(SCRIPTS / f"{name}.py", axes, arguments, alone=alone, timeout=300)
     assert certificate.check().steps == 2 and len(certificate.rows) > 2
     assert "The script ran on CPUs over gloo, in float64" in certificate.unseen
 

@@ -308,10 +308,7 @@ class Joining(NamedTuple):
             if have_all:
                 loaders[key] = self._joined_pass(ranks, key)
             elif key[0] is TRAINS:
-                # Process 0 reads a batch for each process, and sends them.
-                n = len(ranks)
-                groups = [batches[i : i + n] for i in range(0, len(batches), n)]
-                loaders[key] = [_in_one(group) for group in groups if len(group) == n]
+                loaders[key] = _dispatched(batches, ranks)
         inputs = self._joined([rank.inputs for rank in ranks])
         losses = [rank.losses for rank in ranks if rank.losses]
         return Batches(
@@ -389,6 +386,20 @@ class Joining(NamedTuple):
         joined = iter(leaves_of_all)
         leaves = [kept[i] if i in kept else next(joined) for i in range(len(columns))]
         return cast(list[PyTree], unflatten(structure, leaves))
+
+
+def _dispatched(batches: Sequence[PyTree], ranks: Sequence[Batches]) -> list[PyTree]:
+    """Return the batches of a loader that process 0 alone reads, and sends to the others.
+
+    It reads a batch for each process, or one that it splits: the inputs of the others show it.
+    """
+    n = len(ranks)
+    of_one = [rank.inputs[0] for rank in ranks[1:] if rank.inputs]
+    of_batch = [x for x in flatten(list(batches[:1]))[0] if _has_rows(x)]
+    if of_one and of_batch and len(of_batch[0]) == n * len(cast(Tensor, of_one[0])):
+        return list(batches)
+    groups = [batches[i : i + n] for i in range(0, len(batches), n)]
+    return [_in_one(group) for group in groups if len(group) == n]
 
 
 def _in_turn(lists: Sequence[Sequence[PyTree]], size: int) -> list[PyTree]:
