@@ -243,8 +243,8 @@ def _error(script: Script, place: Place, error: BaseException, output: Path) -> 
     process = "the one process" if place.is_alone else f"rank {place.rank} of {place.size}"
     line = (frames[-1].line if frames else None) or ""
     text = str(error).strip().partition("\n")[0] or line
-    said = f"{text} {line}".lower()
-    if "cuda" in said or "gpu" in said:
+    words = f"{text} {line}".lower()
+    if "cuda" in words or "gpu" in words:
         text += (
             ". This run has no GPUs: let the script work where torch.cuda.is_available() is False"
         )
@@ -542,7 +542,7 @@ def _row_of_unjudged(mesh: str, step: int, error: str) -> CertificateRow:
 
 
 def _notes_on_rates(ranks: Sequence[ScriptRecord], single: ScriptRecord) -> list[str]:
-    """Say where learning rates depend on the rank, or on the number of processes."""
+    """Return notes on learning rates that depend on the rank, or on the number of processes."""
     notes: list[str] = []
     for rank, each in enumerate(ranks):
         found = _first_difference(ranks[0].rates, each.rates)

@@ -144,11 +144,11 @@ class OnCpu(InFloat64):
 def _generator(original: Any) -> Any:
     """Return a class whose calls make torch's own generators, of the CPU."""
 
-    class OnCpuOnly(type(original)):
-        def __call__(cls, device: Any = "cpu") -> Any:
+    class OnCpuOnly(type):
+        def __call__(self, device: Any = "cpu") -> Any:
             return original(device=_device_or_index_on_cpu(device))
 
-        def __instancecheck__(cls, x: Any) -> bool:
+        def __instancecheck__(self, x: Any) -> bool:
             return isinstance(x, original)
 
     class Generator(original, metaclass=OnCpuOnly):
