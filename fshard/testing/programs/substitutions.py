@@ -143,8 +143,9 @@ class OnCpu(InFloat64):
 
 def _generator(original: Any) -> Any:
     """Return a class whose calls make torch's own generators, of the CPU."""
+    kind: Any = type(original)
 
-    class OnCpuOnly(type):
+    class OnCpuOnly(kind):
         def __call__(self, device: Any = "cpu") -> Any:
             return original(device=_device_or_index_on_cpu(device))
 
