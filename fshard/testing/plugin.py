@@ -4,7 +4,7 @@
     def test_it(mesh):                      # a virtual mesh; {"data": 4} without the marker
         ...
 
-The fixture `certified` compares a program of torch.distributed with one process. With
+The fixture `certified` compares a program of torch.distributed, or a script, with one process. With
 `--certificates=FOLDER` each of its certificates is written there as JSON and as HTML.
 
 `pytest --mesh-runtime=gloo` runs each test that has the marker or the fixture in as many processes
@@ -83,17 +83,20 @@ def mesh(request: pytest.FixtureRequest) -> Mesh:
 
 @pytest.fixture(scope="session")
 def certified(pytestconfig: pytest.Config) -> Callable[..., Any]:
-    """Give `certify_program` whose processes stay for the next test.
+    """Give `certify_program` whose processes stay for the next test; of a path `certify_script`.
 
     It raises with the table unless `check=False`.
     """
-    from fshard.testing.programs import certify_program
+    from fshard.testing.programs import certify_program, certify_script
 
     pools = pytestconfig.stash[_pools]
     folder = pytestconfig.getoption("--certificates")
 
     def certify(program: Any, meshes: Any, *, check: bool = True, **options: Any) -> Any:
-        certificate = certify_program(program, meshes, processes=pools, **options)
+        if isinstance(program, str | Path):
+            certificate = certify_script(program, meshes, **options)
+        else:
+            certificate = certify_program(program, meshes, processes=pools, **options)
         if folder is not None:
             _write(certificate, Path(folder))
         return certificate.check() if check else certificate

@@ -10,22 +10,27 @@ import pytest
 from fshard.command import main
 from fshard.errors import PromiseError
 from fshard.testing import certify_script
+from fshard.torch_collectives import Recording
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DATA = {"data": 2}
 NOT_REDUCED = "not reduced"
 
-# By script: the mesh, and the arguments in one process.
+# By script and arguments: the mesh, and the arguments in one process.
 RIGHT = {
     "ddp": (DATA, None),
     "ddp_spawn": (DATA, None),
     "fsdp2": (DATA, None),
     "accelerated": (DATA, None),
+    "accelerated --split": (DATA, None),
+    "accelerated --dispatch": (DATA, None),
+    "accelerated --dispatch --split": (DATA, None),
     "trainer": (DATA, None),
     "fabric": (DATA, None),
     "get_batch": (DATA, None),
     "tensor_parallel": ({"dp": 2, "tp": 2}, ["--tp", "1"]),
     "two_optimizers": (DATA, None),
+    "pipeline": ({"pipe": 2}, None),
 }
 # By script and arguments: the first leaf that diverges, and its reason.
 WRONG = {
@@ -34,18 +39,21 @@ WRONG = {
     "ddp_spawn sync": NOT_REDUCED,
     "fsdp2 --bug tokens": "the gradient first differs at",
     "accelerated --bug unwrapped": NOT_REDUCED,
+    "accelerated --bug unwrapped --dispatch --split": NOT_REDUCED,
     "trainer --bug": "the gradient first differs at",
     "fabric sync": NOT_REDUCED,
     "get_batch sync": "the gradient",
     "two_optimizers --kept": "call zero_grad() in each step",
+    "pipeline --bug clip": "the gradient that the optimizer is given",
 }
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", RIGHT)
-def test_scripts_are_accepted_without_an_edit(name):
-    axes, alone = RIGHT[name]
-    certificate = certify_script(SCRIPTS / f"{name}.py", axes, alone=alone, timeout=300)
+@pytest.mark.parametrize("command", RIGHT)
+def test_scripts_are_accepted_without_an_edit(command):
+    axes, alone = RIGHT[command]
+    name, *arguments = command.split()
+    certificate = certify_script(SCRIPTS / f"{name}.py", axes, arguments, alone=alone, timeout=300)
     assert certificate.check().steps == 2 and len(certificate.rows) > 2
     assert "The script ran on CPUs over gloo, in float64" in certificate.unseen
 
@@ -54,7 +62,8 @@ def test_scripts_are_accepted_without_an_edit(name):
 @pytest.mark.parametrize("command", WRONG)
 def test_mistakes_of_scripts_are_found_with_their_cause(command):
     name, *arguments = command.split()
-    certificate = certify_script(SCRIPTS / f"{name}.py", DATA, arguments, timeout=300)
+    axes, _ = RIGHT[name]
+    certificate = certify_script(SCRIPTS / f"{name}.py", axes, arguments, timeout=300)
     assert certificate.first is not None
     reasons = [row.reason for row in certificate.rows if row.verdict == "DIVERGENT"]
     assert any(WRONG[command] in reason for reason in reasons), certificate
@@ -66,6 +75,114 @@ def test_debug_model_of_torchtitan_is_accepted():
     arguments = ["--tp", "2"]
     axes = {"data": 2, "tp": 2}
     certify_script(SCRIPTS / "titan.py", axes, arguments, alone=["--tp", "1"], timeout=300).check()
+
+
+# -- what the caption says -------------------------------------------------------------------------
+
+LOADED = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("nccl")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(16, 3))
+sampler = DistributedSampler(data) if "--sampler" in sys.argv else None
+model = DistributedDataParallel(nn.Linear(3, 1).cuda(), device_ids=[0])
+rate = eval(os.environ.get("RATE", "0.1"))
+opt = torch.optim.SGD(model.parameters(), rate)
+for (x,) in DataLoader(data, 4, sampler=sampler):
+    opt.zero_grad()
+    model(x.cuda()).square().mean().backward()
+    opt.step()
+"""
+
+
+def loaded(tmp_path, *arguments, **options):
+    file = tmp_path / "train.py"
+    file.write_text(LOADED)
+    return certify_script(file, DATA, arguments, **options)
+
+
+def test_equal_batches_along_data_are_warned_of(tmp_path):
+    assert "WARNING: batches are equal along data" in str(loaded(tmp_path).notes)
+    assert not loaded(tmp_path, "--sampler").notes
+
+
+def test_batches_that_are_drawn_alike_are_warned_of(tmp_path):
+    text = (SCRIPTS / "get_batch.py").read_text()
+    replaced = {
+        "1337 + seed_offset)": "1337)\nnp.random.seed(0)",
+        " and master_process:": ":",  # an evaluation draws, too
+    }
+    for old, new in replaced.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    file = tmp_path / "train.py"
+    file.write_text(text)
+    certificate = certify_script(file, DATA)
+    assert "WARNING: batches are equal along data" in str(certificate.check().notes)
+
+
+@pytest.mark.parametrize(
+    ("rate", "note"),
+    [
+        ("0.1 * world", "at step 0 it is 0.2 in 2, and the script sets 0.1 in one"),
+        ("0.1 / (1 + rank)", "at step 0 0.1 on rank 0 and 0.05 on rank 1"),
+    ],
+)
+def test_learning_rates_that_depend_on_processes_are_said(tmp_path, monkeypatch, rate, note):
+    monkeypatch.setenv("RATE", rate)
+    certificate = loaded(tmp_path, "--sampler")
+    (shown,) = certificate.notes
+    assert note in shown
+    assert certificate.ok == ("world" in rate)
+
+
+def test_script_that_ends_early_is_judged_by_its_steps(tmp_path):
+    certificate = loaded(tmp_path, "--sampler", steps=5)
+    assert certificate.check().steps == 2
+    assert "The script ended after 2 of 5 steps." in certificate.notes
+
+
+def test_steps_that_the_one_process_does_not_reach_are_no_pass():
+    certificate = certify_script(SCRIPTS / "pipeline.py", {"pipe": 2}, ["--bug", "output"])
+    assert certificate.steps == 1 and not certificate.ok
+    row = certificate.first
+    assert (row.leaf, row.verdict, row.step) == ("steps", "INCONCLUSIVE", 1)
+    assert "pipeline.py:57 raised in the one process: UnboundLocalError" in row.reason
+    assert "--alone" in row.reason and "FILE:NAME" in row.reason
+    assert all(row.verdict == "EXACT" for row in certificate.rows[:-1])
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def test_recorded_collectives_are_those_of_the_steps(tmp_path, capsys):
+    file = tmp_path / "train.py"
+    file.write_text(LOADED)
+    out = tmp_path / "steps.json"
+    words = ["certify", "--run", str(file), "--mesh", "data=2", "--record", str(out)]
+    assert main([*words, "--", "--sampler"]) == 0
+    recording = Recording.load(out)
+    assert recording.program == "train.py --sampler" and recording.axes == DATA
+    assert not recording.mismatch()
+    for calls in recording.ranks:
+        # Weights and bias in float64, reduced in the backward of each of two steps.
+        reduced = [call for call in calls if call.collective == "all_reduce"]
+        assert [call.bytes for call in reduced] == [32, 32]
+        assert all("train.py:18 in <module>" in call.line for call in reduced)
+    page = tmp_path / "page.html"
+    assert main(["explore", str(out), "--out", str(page)]) == 0
+    assert "all_reduce" in page.read_text()
+
+
+def test_recording_of_several_meshes_is_refused():
+    with pytest.raises(ValueError, match="record must be of one mesh; got 2"):
+        certify_script(__file__, [DATA, DATA], record="steps.json")
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -95,6 +212,11 @@ ERRORS = {
         LINEAR.replace("nn.Linear(3, 1)", "Noisy(3, 1)") + STEP,
         "must draw nothing in its steps",
     ),
+    "asks for a GPU": (
+        LINEAR.replace("dist.init", "assert torch.cuda.is_available()\ndist.init"),
+        r"train.py:10 raised in rank \d of 2: AssertionError: assert torch.cuda.is_available\(\). "
+        "This run has no GPUs",
+    ),
     "exits": (LINEAR + "sys.exit(3)", "raised in rank . of 2: SystemExit: 3"),
 }
 
@@ -106,6 +228,26 @@ def test_scripts_that_cannot_be_judged_raise_one_line(tmp_path, name):
     file.write_text(text)
     with pytest.raises(PromiseError, match=message):
         certify_script(file, DATA)
+
+
+def test_generators_of_a_gpu_draw_on_the_cpu(tmp_path):
+    file = tmp_path / "train.py"
+    draw = """
+draw = torch.Generator(device="cuda").manual_seed(0)
+assert isinstance(draw, torch.Generator) and isinstance(torch.default_generator, torch.Generator)
+x = torch.rand(4, 3, generator=draw, device="cuda")
+"""
+    file.write_text(LINEAR + draw + STEP)
+    certify_script(file, DATA, steps=1).check()
+
+
+def test_fixture_takes_the_path_of_a_script(certified, tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(LINEAR + STEP)
+    assert certified(str(file), DATA, args=["--seed"], steps=1).ok
+    file.write_text(LINEAR + STEP.replace("sum()", "sum().mul(1 + dist.get_rank())"))
+    with pytest.raises(AssertionError, match="train.py"):
+        certified(file, DATA, args=["--seed"], steps=1)
 
 
 def test_command_runs_a_script_with_its_arguments(tmp_path, capsys):
@@ -132,6 +274,8 @@ def test_command_runs_a_script_with_its_arguments(tmp_path, capsys):
         (["--run", __file__, "--steps", "0"], "--steps must be >= 1; got 0"),
         ([f"{__file__}:one_argument", "--", "--lr", "1"], "arguments of a script need --run"),
         (["--run", __file__, "--split", "context"], "a split must be like context=1"),
+        ([f"{__file__}:one_argument", "--record", "out.json"], "--record needs --run FILE"),
+        (["--run", __file__, "--mesh", "data=4", "--record", "x"], "needs one --mesh; got 2"),
     ],
 )
 def test_command_lines_that_say_nothing_end_with_one_line(capsys, words, message):

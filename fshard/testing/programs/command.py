@@ -78,6 +78,8 @@ def _certified_program(
 ) -> Certificate:
     if options.program is None:
         raise UsageError("what to certify must be FILE:NAME or --run FILE; got neither.")
+    if options.record is not None:
+        raise UsageError("--record needs --run FILE.")
     if of_script or options.alone is not None:
         raise UsageError("arguments of a script need --run FILE.")
     try:
@@ -107,6 +109,8 @@ def _certified_script(
         )
     if not Path(options.run).is_file():
         raise UsageError(f"--run must name a script; got no file {options.run!r}.")
+    if options.record is not None and len(meshes) > 1:
+        raise UsageError(f"--record needs one --mesh; got {len(meshes)}.")
     return certify_script(
         options.run,
         meshes,
@@ -116,6 +120,7 @@ def _certified_script(
         dtype=_dtype(options),
         splits=dict([_split(text) for text in options.split]),
         parts=dict([_parts(text) for text in options.parts]),
+        record=options.record,
         timeout=options.timeout or 180.0,
     )
 
@@ -208,6 +213,9 @@ def _parser() -> argparse.ArgumentParser:
         help="the rows of each part of fused parameters, such as '*.qkv.bias=64,16,16'",
     )
     parser.add_argument("--timeout", type=float, help="seconds for each mesh: 60, of a script 180")
+    parser.add_argument(
+        "--record", metavar="FILE", help="collectives of a script, for `fshard explore FILE`"
+    )
     parser.add_argument("--json", help="a file for the certificate")
     parser.add_argument("--html", help="a file for a page with the tree of the model's leaves")
     return parser

@@ -9,6 +9,7 @@ is the one in the processes, since schedules of learning rates depend on it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -34,6 +35,7 @@ class Batches(NamedTuple):
         inputs: what models and losses got, in a script that reads no loader.
         samples: of each batch of a pass, before the loader put them together.
         targets: what the last stage of a pipeline got.
+        losses: the variable of the script whose list got the losses of the last stage.
     """
 
     loaders: dict[Key, list[PyTree]]
@@ -41,6 +43,7 @@ class Batches(NamedTuple):
     inputs: list[PyTree]
     samples: dict[Key, list[Any]]
     targets: list[PyTree]
+    losses: str = ""
 
     def of_training(self) -> list[PyTree]:
         """Return the batches of the loader that the script trains on; else the inputs."""
@@ -60,10 +63,12 @@ class Reader:
 
     Args:
         replayed: what the one process reads; None in the processes.
+        before_first: is called before the first batch for training.
     """
 
     def __init__(self, replayed: Batches | None) -> None:
         self.read = Batches({}, [], [], {}, [])
+        self.before_first: Callable[[], None] = lambda: None
         self._replayed = replayed
         self._number_of: dict[tuple[bool, int], int] = {}
         self._passes: dict[tuple[bool, int], int] = {}
@@ -108,6 +113,8 @@ class Reader:
 
     def batch(self, key: Key, number: int, own: _Own) -> Any:
         """Return the batch that a script gets from a loader, given the loader's own."""
+        if key[0] is TRAINS and not self.has_loader():
+            self.before_first()
         read = self.read.loaders.setdefault(key, [])
         if self._replayed is not None and key in self._replayed.loaders:
             batches = self._replayed.loaders[key]
@@ -140,16 +147,29 @@ class Reader:
         return replayed.clone()
 
     def schedule_step(self, original: Callable[..., Any]) -> Any:
-        """Return the step of a pipeline; the one process is the first stage and the last one."""
+        """Return the step of a pipeline; the one process is the first stage and the last one.
 
-        def step(schedule: Any, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+        Scripts have a branch for each stage, and the one process takes that of the first one. Later
+        lines of the last stage read its losses, so the same list of the script gets them.
+        """
+
+        def step(
+            schedule: Any, *args: Any, target: Any = None, losses: Any = None, **kwargs: Any
+        ) -> Any:
+            variables = sys._getframe(1).f_locals  # pyright: ignore[reportPrivateUsage]
+            if losses is not None:
+                names = [name for name, value in variables.items() if value is losses]
+                self.read = self.read._replace(losses=names[0] if names else "")
+
             number = len(self.read.targets)
             if target is not None:
                 self.read.targets.append(_plain(target))
             elif self._replayed is not None and number < len(self._replayed.targets):
                 target = self._replayed.targets[number]
                 self.read.targets.append(target)
-            return original(schedule, *args, target=target, **kwargs)
+                if losses is None and isinstance(variables.get(self._replayed.losses), list):
+                    losses = variables[self._replayed.losses]
+            return original(schedule, *args, target=target, losses=losses, **kwargs)
 
         return step
 
@@ -288,12 +308,17 @@ class Joining(NamedTuple):
             if have_all:
                 loaders[key] = self._joined_pass(ranks, key)
             elif key[0] is TRAINS:
-                # Process 0 reads a batch for each process, and sends them.
-                n = len(ranks)
-                groups = [batches[i : i + n] for i in range(0, len(batches), n)]
-                loaders[key] = [_in_one(group) for group in groups if len(group) == n]
+                loaders[key] = _dispatched(batches, ranks)
         inputs = self._joined([rank.inputs for rank in ranks])
-        return Batches(loaders, ranks[0].lengths, inputs, {}, _joined_targets(ranks))
+        losses = [rank.losses for rank in ranks if rank.losses]
+        return Batches(
+            loaders,
+            ranks[0].lengths,
+            inputs,
+            {},
+            _joined_targets(ranks),
+            losses[0] if losses else "",
+        )
 
     def _joined_pass(self, ranks: Sequence[Batches], key: Key) -> list[PyTree]:
         batches = [rank.loaders[key] for rank in ranks]
@@ -361,6 +386,20 @@ class Joining(NamedTuple):
         joined = iter(leaves_of_all)
         leaves = [kept[i] if i in kept else next(joined) for i in range(len(columns))]
         return cast(list[PyTree], unflatten(structure, leaves))
+
+
+def _dispatched(batches: Sequence[PyTree], ranks: Sequence[Batches]) -> list[PyTree]:
+    """Return the batches of a loader that process 0 alone reads, and sends to the others.
+
+    It reads a batch for each process, or one that it splits: the inputs of the others show it.
+    """
+    n = len(ranks)
+    of_one = [rank.inputs[0] for rank in ranks[1:] if rank.inputs]
+    of_batch = [x for x in flatten(list(batches[:1]))[0] if _has_rows(x)]
+    if of_one and of_batch and len(of_batch[0]) == n * len(cast(Tensor, of_one[0])):
+        return list(batches)
+    groups = [batches[i : i + n] for i in range(0, len(batches), n)]
+    return [_in_one(group) for group in groups if len(group) == n]
 
 
 def _in_turn(lists: Sequence[Sequence[PyTree]], size: int) -> list[PyTree]:

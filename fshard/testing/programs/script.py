@@ -12,7 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from itertools import product
-from math import inf, prod
+from math import inf, isclose, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ from fshard.testing.programs.substitutions import (
 )
 from fshard.testing.programs.watch import Finished, Start, Watcher
 from fshard.testing.verdicts import float64_by_default
+from fshard.torch_collectives import RecordedCall, Recording, record_collectives
 
 UNSEEN = (
     "The script ran on CPUs over gloo, in float64, without mixed precision, dropout and "
@@ -53,12 +54,13 @@ LINES = 20
 
 
 class Script(NamedTuple):
-    """A file, and how Python runs it."""
+    """A file, and how Python runs it; the collectives of its processes may be recorded."""
 
     path: str
     arguments: tuple[str, ...]
     directory: str
     steps: int
+    is_recorded: bool = False
 
     @property
     def name(self) -> str:
@@ -74,7 +76,10 @@ class ScriptRecord(NamedTuple):
         batches: what it read.
         buffers: at the start.
         rates: learning rates of each step.
+        own_rates: those that the script itself had set.
         counts: the batches that were read before each step.
+        steps: of the first optimizer.
+        calls: of collectives, if they are recorded.
         ended_by: the error that ended the script in one process after its first steps, if any.
     """
 
@@ -82,7 +87,10 @@ class ScriptRecord(NamedTuple):
     batches: Batches
     buffers: Tensors
     rates: list[list[float]]
+    own_rates: list[list[float]]
     counts: list[int]
+    steps: int
+    calls: list[RecordedCall]
     ended_by: str
 
 
@@ -115,10 +123,13 @@ def _run(
     reader = Reader(replayed)
     sends = Sends()
     ended_by = ""
-    watcher = Watcher(script.steps, mode, reader, sends, start)
-    rows = [*table(place), *_of_watcher(watcher, reader)]
     seed(seed_value)
     with ExitStack() as stack:
+        calls: list[RecordedCall] = []
+        if script.is_recorded and not place.is_alone:
+            calls = stack.enter_context(record_collectives())
+        watcher = Watcher(script.steps, mode, reader, sends, start, calls)
+        rows = [*table(place), *_of_watcher(watcher, reader)]
         stack.enter_context(float64_by_default())
         stack.enter_context(watched_sends(sends))
         stack.enter_context(any_comm_hook())
@@ -143,7 +154,15 @@ def _run(
         _wait_for_others(place)
 
     return ScriptRecord(
-        watcher.record(), reader.read, watcher.buffers, watcher.rates, watcher.counts, ended_by
+        watcher.record(),
+        reader.read,
+        watcher.buffers,
+        watcher.rates,
+        watcher.own_rates,
+        watcher.counts,
+        watcher.steps_made,
+        watcher.calls(),
+        ended_by,
     )
 
 
@@ -222,7 +241,13 @@ def _error(script: Script, place: Place, error: BaseException, output: Path) -> 
     lines = [frame.lineno for frame in frames if frame.filename == script.path]
     where = f"{script.name}:{lines[-1]}" if lines else script.name
     process = "the one process" if place.is_alone else f"rank {place.rank} of {place.size}"
-    text = str(error).strip().partition("\n")[0]
+    line = (frames[-1].line if frames else None) or ""
+    text = str(error).strip().partition("\n")[0] or line
+    words = f"{text} {line}".lower()
+    if "cuda" in words or "gpu" in words:
+        text += (
+            ". This run has no GPUs: let the script work where torch.cuda.is_available() is False"
+        )
     failure = ScriptError(f"{where} raised in {process}: {type(error).__name__}: {text}")
     written = output.read_text(errors="replace").splitlines()
     trace = "".join(traceback.format_exception(error)).splitlines()
@@ -253,6 +278,7 @@ def certify_script(
     dtype: torch.dtype | None = None,
     splits: Mapping[str, int] | None = None,
     parts: Parts | None = None,
+    record: str | Path | None = None,
     timeout: float = 180.0,
 ) -> Certificate:
     """Run a training script in gloo processes, as torchrun does, and in one, and compare the runs.
@@ -269,6 +295,8 @@ def certify_script(
         dtype: see `certify_program`, as for `splits` and `parts`.
         splits: the dim of batches that is split along an axis.
         parts: the rows of each part of a parameter.
+        record: a file for the collectives of the steps, which `fshard explore` shows. It is for one
+            mesh.
         timeout: seconds that the processes of a mesh may take.
 
     While it runs, GPUs are the CPU and NCCL is gloo, float32 and mixed precision are float64,
@@ -283,23 +311,34 @@ def certify_script(
             f"certify_script: a file, a mesh and steps >= 1 are needed; got {path}, {meshes}, "
             f"{steps=}."
         )
-    script = Script(str(file), tuple(args), str(Path.cwd()), steps)
+    if record is not None and len(meshes) > 1:
+        raise ValueError(f"certify_script: record must be of one mesh; got {len(meshes)} meshes.")
+    script = Script(str(file), tuple(args), str(Path.cwd()), steps, record is not None)
     script_alone = script if alone is None else script._replace(arguments=tuple(alone))
     rows: list[CertificateRow] = []
     notes: list[str] = []
+    numbers: list[int] = []
     for axes in meshes:
         runs = _ScriptRuns(script, script_alone, Joining(axes, splits or {}), timeout)
-        found = runs.verdict(dtype, parts)
+        ranks = runs.in_processes()
+        if record is not None:
+            words = " ".join([file.name, *args])
+            Recording(words, [each.calls for each in ranks], axes).save(record)
+        found = runs.verdict(ranks, dtype, parts)
         rows += found.rows
+        numbers.append(found.steps)
         prefix = f"{mesh_text(axes)}: " if len(meshes) > 1 else ""
         notes += [prefix + note for note in found.notes]
     title = f"{file.name}: processes against one process"
-    return Certificate(tuple(rows), steps, title, UNSEEN, "mesh", tuple(notes))
+    return Certificate(tuple(rows), min(numbers), title, UNSEEN, "mesh", tuple(notes))
 
 
 class _Verdict(NamedTuple):
+    """Rows, notes, and the number of steps that were judged."""
+
     rows: list[CertificateRow]
     notes: list[str]
+    steps: int
 
 
 class _ScriptRuns(NamedTuple):
@@ -310,12 +349,17 @@ class _ScriptRuns(NamedTuple):
     joining: Joining
     timeout: float
 
-    def verdict(self, dtype: torch.dtype | None, parts: Parts | None) -> _Verdict:
-        """Run a script in the processes of a mesh and in one, and judge it."""
+    def in_processes(self) -> list[ScriptRecord]:
+        """Run a script in the processes of a mesh."""
+        with self._processes(prod(self.joining.axes.values())) as pool:
+            return _outcomes(pool, run_in_processes, self.script)
+
+    def verdict(
+        self, ranks: Sequence[ScriptRecord], dtype: torch.dtype | None, parts: Parts | None
+    ) -> _Verdict:
+        """Run a script in one process, and judge the run in the processes of a mesh."""
         axes = self.joining.axes
         mesh = mesh_text(axes)
-        with self._processes(prod(axes.values())) as pool:
-            ranks = _outcomes(pool, run_in_processes, self.script)
         numbers = [len(each.rank.params) for each in ranks]
         if not any(numbers):
             raise PromiseError(
@@ -324,7 +368,7 @@ class _ScriptRuns(NamedTuple):
             )
         if len(set(numbers)) > 1:
             text = f"the ranks have made {numbers} steps of optimizers"
-            return _Verdict([_row(mesh, "steps", text)], [])
+            return _Verdict([_row(mesh, "steps", text)], [], 0)
 
         start = _start_of(ranks, axes)
         single, repeated = self._alone(ranks, start, self.joining)
@@ -334,16 +378,18 @@ class _ScriptRuns(NamedTuple):
 
         different = _rows_of_starts(mesh, ranks, single)
         if different:
-            return _Verdict(different, [])
+            return _Verdict(different, [], 0)
         record = single.rank
         number = len(record.params)
         records = [_first_steps(each.rank, number) for each in ranks]
         rows = judge_ranks(axes, records, record, dtype, parts)
         rows += _rows_of_kept_gradients(mesh, record)
-        notes = notes_on(axes, records, record, dtype)
-        if single.ended_by:
-            notes.append(f"{number} of {numbers[0]} steps are judged: {single.ended_by}.")
-        return _Verdict(rows, notes)
+        notes = [*notes_on(axes, records, record, dtype), *_notes_on_rates(ranks, single)]
+        if number < numbers[0]:
+            rows.append(_row_of_unjudged(mesh, number, single.ended_by))
+        if ranks[0].steps < self.script.steps:
+            notes.append(f"The script ended after {ranks[0].steps} of {self.script.steps} steps.")
+        return _Verdict(rows, notes, min(single.steps, ranks[0].steps))
 
     def _in_turn(
         self, ranks: Sequence[ScriptRecord], start: Start, single: ScriptRecord
@@ -448,7 +494,7 @@ def _validate(
     """Raise if the run in one process is no measure for the others."""
     number = len(single.rank.params)
     expected = len(ranks[0].rank.params)
-    if number < expected and not single.ended_by:
+    if number > expected or (number < expected and not single.ended_by):
         raise PromiseError(
             f"certify: {name} must make as many steps in one process as in {len(ranks)}; got {number} "
             f"and {expected} with the same batches. Give the arguments of one process by --alone."
@@ -484,6 +530,48 @@ def _rows_of_starts(
             )
             rows.append(_row(mesh, name, text))
     return rows
+
+
+def _row_of_unjudged(mesh: str, step: int, error: str) -> CertificateRow:
+    """Return the row of the first step that the one process did not reach."""
+    text = (
+        f"step {step} is not judged: {error}. Give the arguments of one process by --alone, or the "
+        "model, loss, batch and step to the other form, fshard certify FILE:NAME"
+    )
+    return CertificateRow(mesh, "steps", "INCONCLUSIVE", inf, 0.0, text, step, "steps")
+
+
+def _notes_on_rates(ranks: Sequence[ScriptRecord], single: ScriptRecord) -> list[str]:
+    """Return notes on learning rates that depend on the rank, or on the number of processes."""
+    notes: list[str] = []
+    for rank, each in enumerate(ranks):
+        found = _first_difference(ranks[0].rates, each.rates)
+        if found is not None:
+            step, rate, other = found
+            notes.append(
+                f"WARNING: learning rates differ between ranks: at step {step} {rate:.6g} on rank 0 "
+                f"and {other:.6g} on rank {rank}; the one process takes those of rank 0."
+            )
+            break
+    found = _first_difference(ranks[0].rates, single.own_rates)
+    if found is not None:
+        step, rate, own = found
+        notes.append(
+            f"The learning rate depends on the number of processes: at step {step} it is {rate:.6g} "
+            f"in {len(ranks)}, and the script sets {own:.6g} in one, which takes {rate:.6g} here."
+        )
+    return notes
+
+
+def _first_difference(
+    rates: Sequence[Sequence[float]], others: Sequence[Sequence[float]]
+) -> tuple[int, float, float] | None:
+    """Return the first step at which a learning rate is another one, and both."""
+    for step, (of_step, others_of_step) in enumerate(zip(rates, others, strict=False)):
+        for rate, other in zip(of_step, others_of_step, strict=False):
+            if not isclose(rate, other):
+                return step, rate, other
+    return None
 
 
 def _rows_of_kept_gradients(mesh: str, single: RankRecord) -> list[CertificateRow]:

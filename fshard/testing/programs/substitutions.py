@@ -141,6 +141,23 @@ class OnCpu(InFloat64):
             self.after_backward(is_backward)
 
 
+def _generator(original: Any) -> Any:
+    """Return a class whose calls make torch's own generators, of the CPU."""
+    kind: Any = type(original)
+
+    class OnCpuOnly(kind):
+        def __call__(self, device: Any = "cpu") -> Any:
+            return original(device=_device_or_index_on_cpu(device))
+
+        def __instancecheck__(self, x: Any) -> bool:
+            return isinstance(x, original)
+
+    class Generator(original, metaclass=OnCpuOnly):
+        pass
+
+    return Generator
+
+
 def _with(**replaced: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return what makes a function whose named arguments, if they are given, are replaced."""
 
@@ -466,6 +483,7 @@ def table(place: Place) -> list[Substitution]:
             _with(device_id=_nothing),
             "the module is on the CPU",
         ),
+        Substitution("torch:Generator", _generator, "it is a class, whose calls no mode sees"),
         Substitution("torch:compile", _compile, "the compiler is not what is certified"),
         Substitution("torch.nn:Module.compile", _always(None), "as torch.compile"),
         Substitution("torch.nn:Module.to", _module_to, "the index of a GPU is a device"),

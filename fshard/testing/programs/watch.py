@@ -40,6 +40,7 @@ from fshard.testing.programs.precision import Sends, widen
 from fshard.testing.programs.record import RankRecord
 from fshard.testing.programs.substitutions import OnCpu
 from fshard.testing.programs.uses import Uses
+from fshard.torch_collectives import RecordedCall
 
 
 class Finished(BaseException):
@@ -75,14 +76,23 @@ class Watcher:
         reader: of its batches.
         sends: of the script.
         start: in the one process, what the other processes began with.
+        calls: of collectives, as they are recorded.
     """
 
     def __init__(
-        self, steps: int, mode: OnCpu, reader: Reader, sends: Sends, start: Start | None
+        self,
+        steps: int,
+        mode: OnCpu,
+        reader: Reader,
+        sends: Sends,
+        start: Start | None,
+        calls: list[RecordedCall],
     ) -> None:
         self.start: Tensors = {}
         self.buffers: Tensors = {}
         self.rates: list[list[float]] = []
+        self.own_rates: list[list[float]] = []
+        self.steps_made = 0
         self.counts: list[int] = []
         self._losses: list[float | None] = []
         self._grads: list[Tensors] = []
@@ -102,7 +112,8 @@ class Watcher:
         self._optimizers: list[Optimizer] = []
         self._depth = 0
         self._depth_of_step = 0
-        self._first_steps = 0
+        self._calls = calls
+        self._number_of_calls = 0
         # Of the step that is not there yet.
         self._loss: float | None = None
         self._backward = 0
@@ -110,6 +121,7 @@ class Watcher:
         self._taken: dict[int, Tensor] = {}
         self._kept_now: frozenset[str] = frozenset()
 
+        reader.before_first = calls.clear
         mode.before_backward = self._before_backward
         mode.after_backward = self._after_backward
         mode.before_function = self._before_function
@@ -119,10 +131,12 @@ class Watcher:
         """Let what is computed and sent in the block be none of the script."""
         number = self._sends.number
         dtypes = set(self._sends.dtypes)
+        number_of_calls = len(self._calls)
         with DisableTorchFunction():
             yield
         self._sends.number = number
         self._sends.dtypes = dtypes
+        del self._calls[number_of_calls:]
 
     def hooks(self) -> list[RemovableHandle]:
         """Register the hooks of steps, which are for all optimizers."""
@@ -134,6 +148,10 @@ class Watcher:
     def has_stepped(self) -> bool:
         """Return True if an optimizer has made a step."""
         return bool(self._params)
+
+    def calls(self) -> list[RecordedCall]:
+        """Return the collectives from the first batch to the last step."""
+        return self._calls[: self._number_of_calls]
 
     def record(self) -> RankRecord:
         """Return the training so far."""
@@ -197,6 +215,8 @@ class Watcher:
         is_new = any(p.requires_grad and id(p) not in known for p in module.parameters())
         if not is_new or any(root.module is module for root in self._roots):
             return
+        if not self._roots and not self._reader.has_loader():
+            self._calls.clear()  # those of the setup belong to no step
         for x in (*module.parameters(), *module.buffers()):
             widen(x)
         values = full_values(module)
@@ -308,7 +328,7 @@ class Watcher:
         if all(optimizer is not each for each in self._optimizers):
             self._optimizers.append(optimizer)
         is_first = optimizer is self._optimizers[0]
-        if is_first and self._first_steps == self._steps:
+        if is_first and self.steps_made == self._steps:
             raise Finished
 
         with self._aside():
@@ -329,6 +349,7 @@ class Watcher:
         if self._depth_of_step:
             return
         self._sends_in_step.append(self._sends.number - self._sends_of_backward)
+        self._number_of_calls = len(self._calls)
         with self._aside():
             params = dict(self.start)
             for prefix, module, _ in self._roots:
@@ -337,20 +358,21 @@ class Watcher:
 
         if optimizer is not self._optimizers[0]:
             return
-        self._first_steps += 1
+        self.steps_made += 1
         # Others may step after it in the same turn: a single step does not show it.
         is_only_one = self._steps > 1 and len(self._optimizers) == 1
-        if is_only_one and self._first_steps == self._steps:
+        if is_only_one and self.steps_made == self._steps:
             raise Finished
 
     def _set_rates(self, optimizer: Optimizer) -> None:
         """Take the learning rates of the processes: they may depend on the number of these."""
         step = len(self.rates)
+        self.own_rates.append(_rates(optimizer))
         if self._start_of_all is not None and step < len(self._start_of_all.rates):
             rates = self._start_of_all.rates[step]
             for group, rate in zip(optimizer.param_groups, rates, strict=False):
                 group["lr"] = rate
-        self.rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
+        self.rates.append(_rates(optimizer))
 
     def _note_reading(self) -> None:
         """Note the batches that were read since the last step."""
@@ -380,6 +402,10 @@ class Watcher:
                     x = taken  # which is sent to the parent once
                 given[prefix + name] = x
         return grads, given
+
+
+def _rates(optimizer: Optimizer) -> list[float]:
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
 
 
 # -- full values -----------------------------------------------------------------------------------

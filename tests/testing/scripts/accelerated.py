@@ -4,7 +4,7 @@ import argparse
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -12,8 +12,15 @@ from torch.utils.data import DataLoader, TensorDataset
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--bug", default="")
+    parser.add_argument("--dispatch", action="store_true")
+    parser.add_argument("--split", action="store_true")
     args = parser.parse_args()
-    accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="bf16")
+    config = DataLoaderConfiguration(
+        dispatch_batches=args.dispatch or None, split_batches=args.split
+    )
+    accelerator = Accelerator(
+        gradient_accumulation_steps=2, mixed_precision="bf16", dataloader_config=config
+    )
     set_seed(42)
     data = TensorDataset(torch.randn(64, 8), torch.randn(64, 2))
     loader = DataLoader(data, shuffle=True, batch_size=4)
