@@ -33,6 +33,7 @@ from fshard.plan.formulas import (
     costs_of_stages,
     exchange_seconds,
     idle_microbatches,
+    layers_of_stages,
     least_bytes_of_device,
     microbatches_in_flight,
     shards_params,
@@ -94,7 +95,12 @@ class PlanEstimate:
     @cached_property
     def stages(self) -> list[LayerCost]:
         """The cost of each stage for a microbatch."""
-        return costs_of_stages(self.model, self.layers, self.plan.stages)
+        return costs_of_stages(self.model, self.layers_of_stages)
+
+    @cached_property
+    def layers_of_stages(self) -> tuple[int, ...]:
+        """The number of layers of each stage."""
+        return layers_of_stages(self.layers, self.plan.stages, self.tracer.weights)
 
     @cached_property
     def by_device(self) -> list[LayerCost]:

@@ -65,6 +65,14 @@ class LayerCost:
         return LayerCost(**products)
 
 
+class LayerWeights(NamedTuple):
+    """The bytes of the parameters before the layers, of a layer, and after them, on one device."""
+
+    first: int
+    layer: int
+    last: int
+
+
 class ModelCost(NamedTuple):
     """The costs of what is before the layers, of a layer, and of what is after them.
 
@@ -105,6 +113,12 @@ class LayerTracer:
             message = self._message * plan.rows // token_devices
             self.costs[key] = ModelCost(first, layer, last, message)
         return self.costs[key]
+
+    @cached_property
+    def weights(self) -> LayerWeights:
+        """The parameters by which the model is split into stages."""
+        model = self.cost(Parallelism(data=1))
+        return LayerWeights(model.first.parameters, model.layer.parameters, model.last.parameters)
 
     def notes(self, plan: Parallelism) -> list[str]:
         """Return which weights of linear layers no device shares with others, and why."""
