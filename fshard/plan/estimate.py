@@ -48,6 +48,12 @@ from fshard.plan.programs.shortened import (
     size_of_programs,
     steps_of_program,
 )
+from fshard.plan.programs.staged import (
+    cost_of_stages,
+    data_of_program,
+    short_programs,
+    size_of_stages,
+)
 from fshard.transforms.module.lazy import without_memory
 
 LONGEST_PROGRAM = 256
@@ -125,7 +131,16 @@ class PlanEstimate:
     @property
     def program_size(self) -> int:
         """The layers, times microbatches, that run for the cost of the program."""
+        if self._is_by_stages:
+            return size_of_stages(self.plan, self._program_steps)
         return size_of_programs(self.layers, self.plan, self._program_steps)
+
+    @property
+    def _is_by_stages(self) -> bool:
+        """True if the program is costed from one of four stages, since that of all is longer."""
+        if not self.plan.in_stages or shards_params(self.plan):
+            return False
+        return self.layers * cast(int, self.plan.microbatches) > size_of_stages(self.plan, 1)
 
     @cached_property
     def _program_steps(self) -> int:
@@ -136,7 +151,27 @@ class PlanEstimate:
         """The cost of the program, from shorter ones; None if these are too long, or not wanted."""
         if self.by_formula or self.program_size > LONGEST_PROGRAM:
             return None
-        return cost_of_program(self.tracer.model, self.plan, self.cluster, self._program_steps)
+        model, steps = self.tracer.model, self._program_steps
+        if self._is_by_stages:
+            layers, known = self.layers_of_stages, self.tracer.measured_stages
+            more = self._seconds_after_layers - self._with_few_data()._seconds_after_layers
+            return cost_of_stages(model, self.plan, self.cluster, steps, layers, more, known)
+        return cost_of_program(model, self.plan, self.cluster, steps)
+
+    def _with_few_data(self) -> PlanEstimate:
+        return replace(self, plan=replace(self.plan, data=data_of_program(self.plan)))
+
+    @property
+    def _seconds_after_layers(self) -> float:
+        """The seconds of reductions, update and gathers, by the formulas."""
+        terms = {**self._after_layers, "sums of gradients": 0.0}
+        return sum(terms.values())
+
+    @property
+    def is_known(self) -> bool:
+        """True if the cost of the program needs no run, since an equal one has run."""
+        keys = short_programs(self.plan) if self._is_by_stages else [None]
+        return all([key in self.tracer.measured_stages for key in keys])
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of the fullest device, by purpose."""

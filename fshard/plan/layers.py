@@ -100,6 +100,8 @@ class LayerTracer:
         self.traces = dict[Parallelism, LayerTrace]()
         self.steps = dict[Parallelism, TracedStep]()
         self.costs = dict[Parallelism, ModelCost]()
+        # Of programs of few stages: see `fshard.plan.programs.staged`.
+        self.measured_stages = dict[Parallelism, Any]()
 
     def cost(self, plan: Parallelism) -> ModelCost:
         """Return the costs of a microbatch, on the devices that share it."""
@@ -202,8 +204,8 @@ BACKWARD_OF = {"first": "first backward", "layer": "layer backward", "last": "ba
 PHASE_AFTER = {"first": "layer", "layer": "last", "last": "backward"}
 """The phase that follows each."""
 
-AFTER_GRADIENTS = 2
-"""The operations of a step that follow its last gradient: they promote and convert the loss."""
+AFTER_GRADIENTS = 1
+"""The operations of a step that follow its last gradient: it converts the loss."""
 
 
 def costs_of(step: TracedStep, cluster: Cluster, mesh: Mesh) -> list[LayerCost]:

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from fshard.memory.limit import open_usages
 from fshard.mesh.collectives.ledger import active
@@ -62,6 +61,9 @@ BETWEEN, LONGER = 2, 1
 """The stages without ends of the model: with a layer, and with two."""
 
 MOST_MICROBATCHES = 3
+
+LAYERS_OF_BUILDING = 3
+"""To make a program takes as long as to run some layers."""
 
 Bytes = tuple[float, ...]
 """Bytes by purpose, in the order of `PURPOSES`."""
@@ -126,9 +128,27 @@ class DeviceEnds(NamedTuple):
             _sum(self.update, _sum(more.update, less.update, -1), count),
         )
 
+    def with_state(self, factor: float) -> DeviceEnds:
+        """Return the numbers with a part of the state."""
+        state = PURPOSES.index("state")
+        parts = list[Bytes]()
+        for sizes in (self.begin, self.reduction, self.update):
+            parts.append((*sizes[:state], sizes[state] * factor, *sizes[state + 1 :]))
+        return DeviceEnds(self.seconds, *parts)
 
-Step = tuple[Kind, int]
-"""A kind of action, and 0 for the first microbatch, 2 for the last, 1 for others."""
+
+class Step(NamedTuple):
+    """What determines the cost of an action of a stage.
+
+    Args:
+        kind: of the action.
+        position: 0 for the first microbatch, 2 for the last, 1 for others.
+        is_split: the backward of the microbatch is in two parts.
+    """
+
+    kind: Kind
+    position: int
+    is_split: bool
 
 
 StageCosts = list[dict[Step, ActionCost]]
@@ -162,13 +182,13 @@ class MeasuredStages:
         return self._of(stage, step).plus(more, less, layers - 1)
 
     def _of(self, stage: int, step: Step) -> ActionCost:
-        kind, _ = step
         actions = self.actions[stage]
         # Where a program has one or two microbatches there is none between.
-        for position in (step[1], 1, 0, 2):
-            if (kind, position) in actions:
-                return actions[kind, position]
-        raise AssertionError(f"no {kind} was measured")
+        for position in (step.position, 1, 0, 2):
+            measured = actions.get(step._replace(position=position))
+            if measured is not None:
+                return measured
+        raise AssertionError(f"no {step} was measured")
 
     def device(self, layers: int, is_first: bool, is_last: bool) -> DeviceEnds:
         """Return the ends of a device with some layers."""
@@ -189,6 +209,7 @@ def cost_of_stages(
     cluster: Cluster,
     steps: int,
     layers: Sequence[int],
+    more_seconds: float,
     known: dict[Parallelism, MeasuredStages],
 ) -> ProgramCost:
     """Return the cost of the program of a plan in stages, with all layers and microbatches.
@@ -199,11 +220,11 @@ def cost_of_stages(
         cluster: the machine.
         steps: that run, of which the last one counts.
         layers: of each stage.
+        more_seconds: that follow the rows, than with `data_of_program` devices along "data".
         known: stages that are measured, and that are from now on.
     """
     schedule = plan.pipeline_schedule()
-    kinds = {action.kind for row in schedule.rows for action in row}
-    measured = _measured(model, plan, cluster, steps, kinds, known)
+    measured = _measured(model, plan, cluster, steps, known)
     placement = schedule.placement
     last = plan.stages - 1
     ends = list[DeviceEnds]()
@@ -213,27 +234,47 @@ def cost_of_stages(
             measured.device(sum(of_device), placement[0] == device, placement[last] == device)
         )
 
+    if plan.zero_stage:
+        fewer = data_of_program(plan) / cast(int, plan.data)
+        ends = [end.with_state(fewer) for end in ends]
+
+    steps_of_rows = [_steps(row, schedule.microbatches) for row in schedule.rows]
+    distinct = {step for row in steps_of_rows for step in row}
     costs = list[dict[Step, ActionCost]]()
     for stage, count in enumerate(layers):
         of_stage = dict[Step, ActionCost]()
-        for kind, position in product(kinds, range(3)):
-            step = (kind, position)
+        for step in distinct:
             of_stage[step] = measured.action(step, count, stage == 0, stage == last)
         costs.append(of_stage)
 
-    steps = [_steps(row, schedule.microbatches) for row in schedule.rows]
     level = cluster.level_between(0, plan.devices // plan.pipeline, plan.devices)
     message = level.latency + measured.message / level.bandwidth
-    row_ends = _ends_of_rows(schedule, steps, costs, message, cluster.efficiency.overlap)
+    row_ends = _ends_of_rows(schedule, steps_of_rows, costs, message, cluster.efficiency.overlap)
     seconds = max([row_end + end.seconds for row_end, end in zip(row_ends, ends, strict=True)])
+    seconds += more_seconds
 
     peaks_of_devices = list[Bytes]()
-    for row, of_row, end in zip(schedule.rows, steps, ends, strict=True):
+    for row, of_row, end in zip(schedule.rows, steps_of_rows, ends, strict=True):
         peaks_of_devices.append(_peak_of_row(row, of_row, costs, end))
     fullest = max(peaks_of_devices, key=sum)
     memory = {name: round(size) for name, size in zip(PURPOSES, fullest, strict=True)}
     memory["under way"] = round(measured.under_way)
     return ProgramCost(seconds, {name: size for name, size in memory.items() if size > 0})
+
+
+def data_of_program(plan: Parallelism) -> int:
+    """Return the devices along "data" of the program of four stages.
+
+    Only what follows the rows depends on their number, so that one program serves for all.
+    """
+    return min(cast(int, plan.data), 2)
+
+
+def size_of_stages(plan: Parallelism, steps: int) -> int:
+    """Return the layers, times microbatches, that `cost_of_stages` runs in some steps."""
+    programs = short_programs(plan)
+    layers = STAGES + 1 + LAYERS_OF_BUILDING
+    return sum([layers * cast(int, program.microbatches) * steps for program in programs])
 
 
 def _ends_of_rows(
@@ -305,8 +346,9 @@ def _steps(row: Sequence[Action], microbatches: int) -> list[Step]:
     A gradient of weights is added by B or W.
     """
     counts = Counter[tuple[int, Kind]]()
+    split = {(stage, microbatch) for kind, stage, microbatch in row if kind is Kind.I}
     steps = list[Step]()
-    for kind, stage, _ in row:
+    for kind, stage, microbatch in row:
         adds = Kind.W if kind is Kind.B else kind
         number = counts[stage, adds]
         counts[stage, adds] += 1
@@ -315,7 +357,7 @@ def _steps(row: Sequence[Action], microbatches: int) -> list[Step]:
             position = 0
         if number == microbatches - 1:
             position = 2
-        steps.append((kind, position))
+        steps.append(Step(kind, position, (stage, microbatch) in split))
     return steps
 
 
@@ -353,17 +395,14 @@ def _measured(
     plan: Parallelism,
     cluster: Cluster,
     steps: int,
-    kinds: set[Kind],
     known: dict[Parallelism, MeasuredStages],
 ) -> MeasuredStages:
     """Return the stages with all kinds of actions: those of two programs for a schedule of both."""
     of_schedules = list[MeasuredStages]()
-    for schedule, kind in (("1f1b", Kind.B), ("zb-h1", Kind.W)):
-        if kind not in kinds:
-            continue
-        key = short_program(plan, schedule)
+    for key in short_programs(plan):
         if key not in known:
-            mesh = make_mesh(plan.axes, runtime="abstract")
+            axes = {**plan.axes, "data": key.data} if "data" in plan.axes else plan.axes
+            mesh = make_mesh(cast(dict[str, int], axes), runtime="abstract")
             known[key] = _measure(model, key, cluster, steps, mesh)
         of_schedules.append(known[key])
     measured = of_schedules[0]
@@ -373,10 +412,22 @@ def _measured(
     return measured
 
 
+def short_programs(plan: Parallelism) -> list[Parallelism]:
+    """Return the plans of the programs of four stages, one for each kind of backward."""
+    kinds = {action.kind for action in plan.pipeline_schedule().rows[0]}
+    plans = list[Parallelism]()
+    for schedule, kind in (("1f1b", Kind.B), ("zb-h1", Kind.I)):
+        if kind in kinds:
+            plans.append(short_program(plan, schedule))
+    return plans
+
+
 def short_program(plan: Parallelism, schedule: str) -> Parallelism:
     """Return the plan of the program of four stages."""
     microbatches = min(cast(int, plan.microbatches), MOST_MICROBATCHES)
-    return replace(plan, pipeline=STAGES, chunks=1, schedule=schedule, microbatches=microbatches)
+    data = data_of_program(plan)
+    sizes: dict[str, Any] = {"pipeline": STAGES, "data": data, "microbatches": microbatches}
+    return replace(plan, **sizes, chunks=1, schedule=schedule)
 
 
 def _measure(
@@ -465,7 +516,7 @@ def _actions_of(
             at_begin = above[:layer]
         elif stage == STAGES - 1:
             at_end = above[-layer - 1 :]
-        peaks_of_ends = [max(sizes, key=sum) for sizes in (at_begin, at_end)]
+        peaks_of_ends = [max([*sizes, change], key=sum) for sizes in (at_begin, at_end)]
         costs[step] = ActionCost(seconds, until_sent, change, *peaks_of_ends)
     return costs
 
