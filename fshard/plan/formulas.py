@@ -218,27 +218,25 @@ def least_bytes_of_device(
     coordinate: int,
     device: LayerCost,
     model: ModelCost,
-    layers: int,
+    layers: Sequence[int],
     workspace: int,
 ) -> int:
     """Return bytes that a device has at least, without a simulation of its schedule.
 
-    The first device has most microbatches in flight, each with the activations of as many layers
-    as every stage has; of another one a single chunk of one microbatch is certain.
+    The first device has most microbatches in flight, each with the activations of the layers of
+    its first stage; of another one a single chunk of one microbatch is certain.
     """
     state = device.state if plan.state_memory == "device" else 0
-    static = (
-        divided(device.parameters, plan, shards_params(plan))
-        + divided(device.gradients, plan, shards_gradients(plan))
-        + divided(state, plan, shards_state(plan))
-    )
-    chunks = cast(int, plan.chunks)
+    kept = divided(device.parameters, plan, shards_params(plan))
+    kept += divided(state, plan, shards_state(plan))
+    gradients = divided(device.gradients, plan, shards_gradients(plan))
+    saved = model.layer.saved
     if coordinate == 0:
-        layers_of_device = layers // plan.stages * chunks
-        saved = model.layer.saved * layers_of_device * microbatches_in_flight(plan)
-    else:
-        saved = device.saved // chunks
-    return static + saved + workspace
+        saved *= layers[0] * microbatches_in_flight(plan)
+    # In stages all forwards may be over before there is a gradient, as in GPipe.
+    if plan.in_stages:
+        return kept + max(gradients, saved)
+    return kept + gradients + saved + workspace
 
 
 # -- time ------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ SIMULATED = 48
 LARGEST_COUNT = 2**20
 """Devices and samples of a step: their divisors are tried one after another."""
 
-PROGRAMS = 160
+PROGRAMS = 112
 """The layers, times microbatches, of all programs that a search runs: about five seconds."""
 
 ERROR = 0.1

@@ -42,6 +42,9 @@ from fshard.plan.programs.numbers import LOSS, ProgramCost, cost_of_short_progra
 FEWEST_LAYERS = 2
 """With these the gathers of ZeRO-3 are as far ahead as with more."""
 
+FEWEST_WITH_EXPERTS = 3
+"""With these the gradients of a layer before, at the peak, are as many as with more."""
+
 FEWEST_MICROBATCHES = 3
 """The first makes the sums of gradients, the last reduces them; one is between."""
 
@@ -92,7 +95,7 @@ def cost_of_program(
         cluster: the machine.
         steps: that run, of which the last one counts: see `steps_of_program`.
     """
-    fewest, most = _layers_of_programs(model.layers, plan.stages)
+    fewest, most = _layers_of_programs(model.layers, plan.stages, bool(model.experts))
     run = partial(_numbers_of, model, plan, cluster, steps)
     numbers = run(fewest)
     if fewest < model.layers:
@@ -110,9 +113,11 @@ def cost_of_program(
     return ProgramCost(seconds, memory)
 
 
-def size_of_programs(layers: int, plan: Parallelism, steps: int = 1) -> int:
+def size_of_programs(
+    layers: int, plan: Parallelism, steps: int = 1, has_experts: bool = False
+) -> int:
     """Return the layers, times microbatches, that `cost_of_program` runs in some steps."""
-    fewest, most = _layers_of_programs(layers, plan.stages)
+    fewest, most = _layers_of_programs(layers, plan.stages, has_experts)
     counts = {fewest} if fewest == layers else {fewest, most}
     return sum(counts) * _microbatches_of_program(plan) * steps
 
@@ -130,10 +135,10 @@ def steps_of_program(plan: Parallelism, seconds: float) -> int:
     return 2 if shards_params(plan) or seconds < BRIEF else 1
 
 
-def _layers_of_programs(layers: int, stages: int) -> tuple[int, int]:
+def _layers_of_programs(layers: int, stages: int, has_experts: bool) -> tuple[int, int]:
     """Return the numbers of layers of the two programs; the first is that of all if it is short."""
     if stages == 1:
-        fewest = min(FEWEST_LAYERS, layers)
+        fewest = min(FEWEST_WITH_EXPERTS if has_experts else FEWEST_LAYERS, layers)
         return fewest, fewest + 1
     # As many stages have one more layer than the others as in the program of all layers.
     fewest = stages + layers % stages
