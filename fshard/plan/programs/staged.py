@@ -249,7 +249,9 @@ def cost_of_stages(
 
     level = cluster.level_between(0, plan.devices // plan.pipeline, plan.devices)
     message = level.latency + measured.message / level.bandwidth
-    row_ends = _ends_of_rows(schedule, steps_of_rows, costs, message, cluster.efficiency.overlap)
+    row_ends = _ends_of_rows(
+        schedule, steps_of_rows, costs, message, bool(cluster.efficiency.overlap)
+    )
     seconds = max([row_end + end.seconds for row_end, end in zip(row_ends, ends, strict=True)])
     seconds += more_seconds
 
