@@ -159,9 +159,11 @@ class PlanEstimate:
         """The cost of the program, from shorter ones; None if these are too long, or not wanted."""
         if self.by_formula or self.program_size > LONGEST_PROGRAM:
             return None
-        model, steps = self.tracer.model, self._program_steps
+        model = self.tracer.model
+        steps = self._program_steps
         if self._is_by_stages:
-            layers, known = self.layers_of_stages, self.tracer.measured_stages
+            layers = self.layers_of_stages
+            known = self.tracer.measured_stages
             more = self._seconds_after_layers - self._with_few_data()._seconds_after_layers
             return cost_of_stages(model, self.plan, self.cluster, steps, layers, more, known)
         return cost_of_program(model, self.plan, self.cluster, steps)

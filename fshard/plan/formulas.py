@@ -48,11 +48,13 @@ def layers_of_stages(layers: int, stages: int, weights: LayerWeights) -> tuple[i
             fewest, more = divmod(between, max(middles, 1))
             begin = weights.first + first * weights.layer
             end = weights.last + last * weights.layer
-            long, short = (fewest + 1) * weights.layer, fewest * weights.layer
+            short = fewest * weights.layer
+            long = short + weights.layer
             largest = max(begin, end, long if more else short)
             squares = begin**2 + end**2 + more * long**2 + (middles - more) * short**2
             if (largest, squares) < best:
-                best, ends = (largest, squares), (first, last)
+                best = (largest, squares)
+                ends = (first, last)
     first, last = ends
     fewest, more = divmod(layers - first - last, max(middles, 1))
     between = [fewest + (stage < more) for stage in range(middles)]

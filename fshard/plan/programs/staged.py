@@ -57,7 +57,8 @@ STAGES = 4
 LAYERS = [1, 2, 1, 1]
 """The layers of each stage: of five, since the ends of the model count too."""
 
-BETWEEN, LONGER = 2, 1
+BETWEEN = 2
+LONGER = 1
 """The stages without ends of the model: with a layer, and with two."""
 
 MOST_MICROBATCHES = 3
@@ -178,7 +179,8 @@ class MeasuredStages:
             stage = 0
         if is_last:
             stage = STAGES - 1
-        less, more = self._of(BETWEEN, step), self._of(LONGER, step)
+        less = self._of(BETWEEN, step)
+        more = self._of(LONGER, step)
         return self._of(stage, step).plus(more, less, layers - 1)
 
     def _of(self, stage: int, step: Step) -> ActionCost:
@@ -475,7 +477,8 @@ def _parts(device: DeviceCost, moments: Sequence[Moment], microbatches: int) -> 
         events = _alone(device.events, begin, end)
         until_sent = _alone(device.events, begin, sent)
         parts[step] = Part(events, until_sent, before, moment.held)
-        begin, before = end, moment.held
+        begin = end
+        before = moment.held
     return parts
 
 
@@ -511,9 +514,11 @@ def _actions_of(
         shorter = len(_bytes_at(parts[BETWEEN].get(step, part).events))
         longer = len(_bytes_at(parts[LONGER].get(step, part).events))
         layer = max(longer - shorter, 1)
-        at_begin, at_end = above, above
+        at_begin = above
+        at_end = above
         if stage == LONGER:
-            at_begin, at_end = above[:shorter], above[-shorter - 1 :]
+            at_begin = above[:shorter]
+            at_end = above[-shorter - 1 :]
         elif stage == 0:
             at_begin = above[:layer]
         elif stage == STAGES - 1:
