@@ -25,6 +25,7 @@ from fshard.errors import PlanError
 from fshard.mesh.layout import Mesh, map_leaves
 from fshard.mesh.layout.make import make_mesh
 from fshard.parallelism.value import Parallelism
+from fshard.pipeline.schedule.actions import Kind
 from fshard.plan.cluster import Cluster, NetworkLevel
 from fshard.plan.cost import Cost, cost
 from fshard.plan.formulas import (
@@ -33,6 +34,7 @@ from fshard.plan.formulas import (
     costs_of_stages,
     exchange_seconds,
     idle_microbatches,
+    layers_of_stages,
     least_bytes_of_device,
     microbatches_in_flight,
     shards_params,
@@ -47,10 +49,22 @@ from fshard.plan.programs.shortened import (
     size_of_programs,
     steps_of_program,
 )
+from fshard.plan.programs.staged import (
+    cost_of_stages,
+    data_of_program,
+    short_programs,
+    size_of_stages,
+)
 from fshard.transforms.module.lazy import without_memory
 
 LONGEST_PROGRAM = 256
 """The layers, times microbatches, that run for one plan at most: about ten seconds."""
+
+KEPT_GRADIENTS = 1.5
+"""The bytes of gradients that a backward in two parts keeps between them, by those of activations.
+
+These are of the outputs of products: 2.2 of a layer of 16,384 values whose tokens 8 devices share.
+"""
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,12 @@ class PlanEstimate:
     @cached_property
     def stages(self) -> list[LayerCost]:
         """The cost of each stage for a microbatch."""
-        return costs_of_stages(self.model, self.layers, self.plan.stages)
+        return costs_of_stages(self.model, self.layers_of_stages)
+
+    @cached_property
+    def layers_of_stages(self) -> tuple[int, ...]:
+        """The number of layers of each stage."""
+        return layers_of_stages(self.layers, self.plan.stages, self.tracer.weights)
 
     @cached_property
     def by_device(self) -> list[LayerCost]:
@@ -119,7 +138,17 @@ class PlanEstimate:
     @property
     def program_size(self) -> int:
         """The layers, times microbatches, that run for the cost of the program."""
-        return size_of_programs(self.layers, self.plan, self._program_steps)
+        if self._is_by_stages:
+            return size_of_stages(self.plan, self._program_steps)
+        has_experts = bool(self.tracer.model.experts)
+        return size_of_programs(self.layers, self.plan, self._program_steps, has_experts)
+
+    @property
+    def _is_by_stages(self) -> bool:
+        """True if the program is costed from one of four stages, since that of all is longer."""
+        if not self.plan.in_stages or shards_params(self.plan):
+            return False
+        return self.layers * cast(int, self.plan.microbatches) > size_of_stages(self.plan, 1)
 
     @cached_property
     def _program_steps(self) -> int:
@@ -130,11 +159,33 @@ class PlanEstimate:
         """The cost of the program, from shorter ones; None if these are too long, or not wanted."""
         if self.by_formula or self.program_size > LONGEST_PROGRAM:
             return None
-        return cost_of_program(self.tracer.model, self.plan, self.cluster, self._program_steps)
+        model = self.tracer.model
+        steps = self._program_steps
+        if self._is_by_stages:
+            layers = self.layers_of_stages
+            known = self.tracer.measured_stages
+            more = self._seconds_after_layers - self._with_few_data()._seconds_after_layers
+            return cost_of_stages(model, self.plan, self.cluster, steps, layers, more, known)
+        return cost_of_program(model, self.plan, self.cluster, steps)
+
+    def _with_few_data(self) -> PlanEstimate:
+        return replace(self, plan=replace(self.plan, data=data_of_program(self.plan)))
+
+    @property
+    def _seconds_after_layers(self) -> float:
+        """The seconds of reductions, update and gathers, by the formulas."""
+        terms = {**self._after_layers, "sums of gradients": 0.0}
+        return sum(terms.values())
+
+    @property
+    def is_known(self) -> bool:
+        """True if the cost of the program needs no run, since an equal one has run."""
+        keys = short_programs(self.plan) if self._is_by_stages else [None]
+        return all([key in self.tracer.measured_stages for key in keys])
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of the fullest device, by purpose."""
-        return self.formula_memory() if self.program is None else self.program.memory
+        return self.formula_memory if self.program is None else self.program.memory
 
     @property
     def peak(self) -> int:
@@ -159,18 +210,41 @@ class PlanEstimate:
 
     # -- memory -----------------------------------------------------------------------------------
 
+    @cached_property
     def formula_memory(self) -> dict[str, int]:
-        """Return the bytes of the fullest device by the formulas, by purpose."""
+        """The bytes of the fullest device by the formulas, by purpose."""
         by_device = [self._memory_of(coordinate) for coordinate in range(self.plan.pipeline)]
         return max(by_device, key=lambda sizes: sum(sizes.values()))
 
     def _memory_of(self, coordinate: int) -> dict[str, int]:
         in_flight = self.stages[0].saved
         if self.plan.in_stages:
-            in_flight = self._simulation.peak_activations[coordinate]
+            in_flight = self._most_in_flight(coordinate)
         activations = int(in_flight) + self.workspace(coordinate)
         device = self.by_device[coordinate]
         return bytes_of_device(self.plan, device, self.stages, self.model, activations)
+
+    def _most_in_flight(self, coordinate: int) -> int:
+        """Return the most bytes of activations in flight of a device along the pipeline.
+
+        Between both parts of a backward it has those that a layer recomputes, and gradients too.
+        """
+        kept = [stage.saved for stage in self.stages]
+        of_layer = self.tracer.cost(replace(self.plan, recompute="never")).layer.saved
+        pending = round((1 + KEPT_GRADIENTS) * of_layer)
+        held = most = 0
+        for kind, stage, _ in self.plan.pipeline_schedule().rows[coordinate]:
+            between_parts = pending * self.layers_of_stages[stage]
+            if kind is Kind.F:
+                held += kept[stage]
+            elif kind is Kind.B:
+                held -= kept[stage]
+            elif kind is Kind.I:
+                held += between_parts - kept[stage]
+            elif kind is Kind.W:
+                held -= between_parts
+            most = max(most, held)
+        return most
 
     def workspace(self, coordinate: int) -> int:
         """Return the bytes of a device beside the activations in flight."""
@@ -182,8 +256,9 @@ class PlanEstimate:
         sizes = list[int]()
         for coordinate, device in enumerate(self.by_device):
             workspace = self.workspace(coordinate)
+            layers = self.layers_of_stages
             size = least_bytes_of_device(
-                self.plan, coordinate, device, self.model, self.layers, workspace
+                self.plan, coordinate, device, self.model, layers, workspace
             )
             sizes.append(size)
         return max(sizes)

@@ -8,11 +8,13 @@ F, B                 seconds of a forward and a backward of a microbatch, of one
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from math import inf
 from typing import cast
 
 from fshard.memory.state import GROUPS, LARGEST
 from fshard.parallelism.value import Parallelism
-from fshard.plan.layers import LayerCost, ModelCost
+from fshard.plan.layers import LayerCost, LayerWeights, ModelCost
 
 UNSHARDED_UNITS = 2
 """Units of ZeRO-3 on a device at once: the one in use and the next, `live_units=` by default."""
@@ -25,18 +27,43 @@ and on the way back."""
 # -- stages and devices ----------------------------------------------------------------------------
 
 
-def costs_of_stages(model: ModelCost, layers: int, stages: int) -> list[LayerCost]:
-    """Return the cost of each stage for a microbatch.
+@cache
+def layers_of_stages(layers: int, stages: int, weights: LayerWeights) -> tuple[int, ...]:
+    """Return the number of layers of each stage, as `split_stages` balances parameters.
 
-    Where stages do not divide the layers, some in the middle have one more: the first and the last
-    stage have the ends of the model besides their layers.
+    The largest stage has as few parameters as can be; of all such splits it is the most even one,
+    and of these the one whose last stages have the fewest. All layers are equal, so stages between
+    the first and the last one have a number of layers, or one more.
     """
-    fewest, more = divmod(layers, stages)
-    begin = (stages - more + 1) // 2
-    costs = list[LayerCost]()
-    for stage in range(stages):
-        has_one_more = begin <= stage < begin + more
-        costs.append(model.layer.times(fewest + has_one_more))
+    if stages == 1:
+        return (layers,)
+    middles = stages - 2
+    best = (inf, inf)
+    ends = (1, 1)
+    for last in range(1, layers - stages + 2):
+        for first in range(layers - middles - last, 0, -1):
+            between = layers - first - last
+            if between and not middles:
+                break  # two stages have all layers
+            fewest, more = divmod(between, max(middles, 1))
+            begin = weights.first + first * weights.layer
+            end = weights.last + last * weights.layer
+            short = fewest * weights.layer
+            long = short + weights.layer
+            largest = max(begin, end, long if more else short)
+            squares = begin**2 + end**2 + more * long**2 + (middles - more) * short**2
+            if (largest, squares) < best:
+                best = (largest, squares)
+                ends = (first, last)
+    first, last = ends
+    fewest, more = divmod(layers - first - last, max(middles, 1))
+    between = [fewest + (stage < more) for stage in range(middles)]
+    return (first, *between, last)
+
+
+def costs_of_stages(model: ModelCost, layers: Sequence[int]) -> list[LayerCost]:
+    """Return the cost of each stage, of a number of layers, for a microbatch."""
+    costs = [model.layer.times(count) for count in layers]
     costs[0] += model.first
     costs[-1] += model.last
     return costs
@@ -193,27 +220,25 @@ def least_bytes_of_device(
     coordinate: int,
     device: LayerCost,
     model: ModelCost,
-    layers: int,
+    layers: Sequence[int],
     workspace: int,
 ) -> int:
     """Return bytes that a device has at least, without a simulation of its schedule.
 
-    The first device has most microbatches in flight, each with the activations of as many layers
-    as every stage has; of another one a single chunk of one microbatch is certain.
+    The first device has most microbatches in flight, each with the activations of the layers of
+    its first stage; of another one a single chunk of one microbatch is certain.
     """
     state = device.state if plan.state_memory == "device" else 0
-    static = (
-        divided(device.parameters, plan, shards_params(plan))
-        + divided(device.gradients, plan, shards_gradients(plan))
-        + divided(state, plan, shards_state(plan))
-    )
-    chunks = cast(int, plan.chunks)
+    kept = divided(device.parameters, plan, shards_params(plan))
+    kept += divided(state, plan, shards_state(plan))
+    gradients = divided(device.gradients, plan, shards_gradients(plan))
+    saved = model.layer.saved
     if coordinate == 0:
-        layers_of_device = layers // plan.stages * chunks
-        saved = model.layer.saved * layers_of_device * microbatches_in_flight(plan)
-    else:
-        saved = device.saved // chunks
-    return static + saved + workspace
+        saved *= layers[0] * microbatches_in_flight(plan)
+    # In stages all forwards may be over before there is a gradient, as in GPipe.
+    if plan.in_stages:
+        return kept + max(gradients, saved)
+    return kept + gradients + saved + workspace
 
 
 # -- time ------------------------------------------------------------------------------------------

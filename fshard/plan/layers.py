@@ -65,6 +65,14 @@ class LayerCost:
         return LayerCost(**products)
 
 
+class LayerWeights(NamedTuple):
+    """The bytes of the parameters before the layers, of a layer, and after them, on one device."""
+
+    first: int
+    layer: int
+    last: int
+
+
 class ModelCost(NamedTuple):
     """The costs of what is before the layers, of a layer, and of what is after them.
 
@@ -92,6 +100,8 @@ class LayerTracer:
         self.traces = dict[Parallelism, LayerTrace]()
         self.steps = dict[Parallelism, TracedStep]()
         self.costs = dict[Parallelism, ModelCost]()
+        # Of programs of few stages: see `fshard.plan.programs.staged`.
+        self.measured_stages = dict[Parallelism, Any]()
 
     def cost(self, plan: Parallelism) -> ModelCost:
         """Return the costs of a microbatch, on the devices that share it."""
@@ -105,6 +115,12 @@ class LayerTracer:
             message = self._message * plan.rows // token_devices
             self.costs[key] = ModelCost(first, layer, last, message)
         return self.costs[key]
+
+    @cached_property
+    def weights(self) -> LayerWeights:
+        """The parameters by which the model is split into stages."""
+        model = self.cost(Parallelism(data=1))
+        return LayerWeights(model.first.parameters, model.layer.parameters, model.last.parameters)
 
     def notes(self, plan: Parallelism) -> list[str]:
         """Return which weights of linear layers no device shares with others, and why."""
@@ -188,8 +204,8 @@ BACKWARD_OF = {"first": "first backward", "layer": "layer backward", "last": "ba
 PHASE_AFTER = {"first": "layer", "layer": "last", "last": "backward"}
 """The phase that follows each."""
 
-AFTER_GRADIENTS = 2
-"""The operations of a step that follow its last gradient: they promote and convert the loss."""
+AFTER_GRADIENTS = 1
+"""The operations of a step that follow its last gradient: it converts the loss."""
 
 
 def costs_of(step: TracedStep, cluster: Cluster, mesh: Mesh) -> list[LayerCost]:

@@ -50,8 +50,8 @@ SIMULATED = 48
 LARGEST_COUNT = 2**20
 """Devices and samples of a step: their divisors are tried one after another."""
 
-PROGRAMS = 240
-"""The layers, times microbatches, of all programs that a search runs: about seven seconds."""
+PROGRAMS = 112
+"""The layers, times microbatches, of all programs that a search runs: about five seconds."""
 
 ERROR = 0.1
 """The part by which a formula of memory may be wrong: the program of a plan decides if it fits."""
@@ -417,8 +417,9 @@ def _by_programs(
         estimate = by_formula
         ahead = [x for x in fitting if ranked(x) <= ranked(by_formula)]
         is_shown = len(ahead) < SHOWN
-        if is_shown and by_formula.program_size <= min(left, LONGEST_PROGRAM):
-            left -= by_formula.program_size
+        size = 0 if by_formula.is_known else by_formula.program_size
+        if is_shown and size <= min(left, LONGEST_PROGRAM):
+            left -= size
             estimate = replace(by_formula, by_formula=False)
             if error := _error_of(partial(_run_program, estimate)):
                 rejected.append(RejectedPlan(estimate.plan, error, "program"))

@@ -43,8 +43,9 @@ _WITHOUT_TRAFFIC = {
     _ops.set_,
     _ops.resize_,
     _ops._unsafe_view,
+    _ops.promote_types,
 }
-"""Operations that are no views for torch, and neither read nor write an element."""
+"""Operations that are no views for torch, and neither read nor write an element, or run on no device."""
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 """The purposes of memory, in the order of `Operation.memory`."""

@@ -12,10 +12,13 @@ import torch
 from fshard import optim
 from fshard.errors import PlanError
 from fshard.parallelism import Parallelism
+from fshard.pipeline.split.balance import partition
 from fshard.plan import PlanEstimate, Transformer, cluster, search
-from fshard.plan.layers import LayerTracer
+from fshard.plan.formulas import layers_of_stages
+from fshard.plan.layers import LayerTracer, LayerWeights
 from fshard.plan.program import layered_model
 from fshard.plan.programs.shortened import size_of_programs
+from fshard.plan.programs.staged import size_of_stages
 from fshard.plan.search import PROGRAMS
 from tests.helpers.sampled import THOROUGH, thorough
 
@@ -135,6 +138,43 @@ def test_estimates_of_many_layers_and_microbatches_are_the_programs(fields):
     assert estimate.seconds == pytest.approx(report.seconds, rel=1e-2)
 
 
+STAGED = (
+    {"data": 2, "pipeline": 4, "microbatches": 6, "schedule": "gpipe", "zero_stage": 1},
+    thorough({"data": 4, "pipeline": 2, "microbatches": 6, "schedule": "1f1b"}),
+    thorough({"data": 2, "pipeline": 4, "microbatches": 6, "schedule": "zb-h1", "tensor": 2}),
+    thorough({"data": 2, "pipeline": 4, "microbatches": 4, "chunks": 2, "zero_stage": 2}),
+    thorough({"data": 1, "pipeline": 8, "microbatches": 6, "schedule": "1f1b", "rows": 2}),
+    thorough({"data": 2, "pipeline": 2, "microbatches": 6, "tensor": 2, "recompute": "full"}),
+    thorough({"data": 2, "pipeline": 4, "microbatches": 5, "schedule": "zbv", "zero_stage": 1}),
+)
+
+
+@pytest.mark.parametrize("fields", STAGED)
+def test_estimates_of_stages_are_the_programs(fields):
+    """The costs of four stages, in the schedule of all, are those of the program of all."""
+    fields = {"schedule": "interleaved", **fields}
+    plan = Parallelism(**fields)
+    estimate = PlanEstimate(plan, tracer("small"))
+    report = estimate.cost(MODELS["small"].build())
+    assert size_of_stages(plan, 1) < MODELS["small"].layers * plan.microbatches
+    assert estimate.peak == pytest.approx(report.peak(), rel=0.05)
+    assert estimate.seconds == pytest.approx(report.seconds, rel=0.1)
+    assert estimate.least_memory() <= report.peak()
+
+
+def test_layers_of_stages_are_those_that_a_split_has():
+    random = Random(1)
+    for _ in range(200):
+        layers = random.randint(1, 20)
+        stages = random.randint(1, layers)
+        first, last = random.choice((1, 3, 40, 90)), random.choice((0, 1, 40, 95))
+        weights = LayerWeights(first, random.choice((10, 13)), last)
+        costs = [weights.layer] * layers
+        costs[0] += first
+        costs[-1] += last
+        assert [*layers_of_stages(layers, stages, weights)] == partition(costs, stages)
+
+
 @pytest.mark.parametrize("mode", ["megatron", "gather"])
 def test_named_values_of_layers_that_devices_share_are_kept(mode):
     """Their products are not done again; without names all of them are."""
@@ -178,6 +218,6 @@ def test_plans_that_are_one_program_are_one_row():
 def test_programs_that_are_too_long_for_a_search_are_marked():
     deep = replace(MODELS["tiny"], layers=64)
     options = {"devices": 16, "cluster": H100, "global_batch": 256, "optimizer": ADAMW}
-    plans = search(deep, **options, pipeline=16, schedule="gpipe", rows=1, recompute="never")
+    plans = search(deep, **options, pipeline=16, zero_stage=3, schedule="gpipe", rows=1)
     assert all(x.program_size > PROGRAMS and x.program is None for x in plans)
     assert "~" in str(plans) and "by formulas" in str(plans.table().caption)

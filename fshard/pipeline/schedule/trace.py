@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from numbers import Rational
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from fshard.pipeline.schedule.actions import COMPUTE, MESSAGES, RECEIVES, SENDS, Action
 
@@ -135,6 +135,10 @@ class Timeline:
         """
         return to_chrome_trace(self.events, unit=1e6)
 
+    def add(self, event: Event) -> None:
+        """Record an event that has just ended, in the thread of its device."""
+        self.events.append(event)
+
 
 @contextmanager
 def timeline() -> Generator[Timeline]:
@@ -154,7 +158,16 @@ def timeline() -> Generator[Timeline]:
     >>> [str(event.action) for event in run.events if event.device == 1]
     ['1RECV_F0', '1F0', '1SEND_B0', '1B0']
     """
-    opened = Timeline()
+    with recording_to(Timeline()) as opened:
+        yield opened
+
+
+AnyTimeline = TypeVar("AnyTimeline", bound=Timeline)
+
+
+@contextmanager
+def recording_to(opened: AnyTimeline) -> Generator[AnyTimeline]:
+    """Record the actions of all pipelines that run in the block in a timeline."""
     _open.append(opened)
     try:
         yield opened
@@ -182,7 +195,7 @@ class Recorder:
         """
         event = Event(self._device, action, max(start, self._received), perf_counter())
         for timeline in self._timelines:
-            timeline.events.append(event)
+            timeline.add(event)
         if action.kind in RECEIVES:
             self._received = event.end
 

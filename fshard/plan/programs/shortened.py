@@ -9,24 +9,17 @@ same mesh, options and samples of a microbatch. See Note [Programs are linear].
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from itertools import count
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
-from torch import Tensor
-
-from fshard.memory.kinds import mark
-from fshard.mesh.layout import map_leaves
-from fshard.mesh.layout.make import make_mesh
 from fshard.parallelism.value import Parallelism
 from fshard.plan.cluster import Cluster
-from fshard.plan.cost import Cost, DeviceCost, cost_on_mesh
+from fshard.plan.cost import Cost
 from fshard.plan.formulas import shards_params
 from fshard.plan.program import LayeredModel
-from fshard.plan.trace import PURPOSES
-from fshard.transforms.train_step import TrainStep
+from fshard.plan.programs.numbers import LOSS, ProgramCost, cost_of_short_program, peaks
 
 # Note [Programs are linear]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -49,6 +42,9 @@ from fshard.transforms.train_step import TrainStep
 FEWEST_LAYERS = 2
 """With these the gathers of ZeRO-3 are as far ahead as with more."""
 
+FEWEST_WITH_EXPERTS = 3
+"""With these the gradients of a layer before, at the peak, are as many as with more."""
+
 FEWEST_MICROBATCHES = 3
 """The first makes the sums of gradients, the last reduces them; one is between."""
 
@@ -57,9 +53,6 @@ ALL_FORWARDS_FIRST = ("gpipe", "bfs")
 
 BRIEF = 0.03
 """Seconds of a step in which a few sums more would be seen."""
-
-LOSS = "loss"
-"""The mark of each microbatch's loss in a program."""
 
 
 class ProgramNumbers(NamedTuple):
@@ -91,24 +84,6 @@ class ProgramNumbers(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class ProgramCost:
-    """The time and the memory of a plan's program.
-
-    Args:
-        seconds: of a step.
-        memory: bytes of the fullest device, by purpose.
-    """
-
-    seconds: float
-    memory: dict[str, int]
-
-    @property
-    def peak(self) -> int:
-        """The bytes of the fullest device."""
-        return sum(self.memory.values())
-
-
 def cost_of_program(
     model: LayeredModel, plan: Parallelism, cluster: Cluster, steps: int
 ) -> ProgramCost:
@@ -120,7 +95,7 @@ def cost_of_program(
         cluster: the machine.
         steps: that run, of which the last one counts: see `steps_of_program`.
     """
-    fewest, most = _layers_of_programs(model.layers, plan.stages)
+    fewest, most = _layers_of_programs(model.layers, plan.stages, bool(model.experts))
     run = partial(_numbers_of, model, plan, cluster, steps)
     numbers = run(fewest)
     if fewest < model.layers:
@@ -138,9 +113,11 @@ def cost_of_program(
     return ProgramCost(seconds, memory)
 
 
-def size_of_programs(layers: int, plan: Parallelism, steps: int = 1) -> int:
+def size_of_programs(
+    layers: int, plan: Parallelism, steps: int = 1, has_experts: bool = False
+) -> int:
     """Return the layers, times microbatches, that `cost_of_program` runs in some steps."""
-    fewest, most = _layers_of_programs(layers, plan.stages)
+    fewest, most = _layers_of_programs(layers, plan.stages, has_experts)
     counts = {fewest} if fewest == layers else {fewest, most}
     return sum(counts) * _microbatches_of_program(plan) * steps
 
@@ -158,10 +135,10 @@ def steps_of_program(plan: Parallelism, seconds: float) -> int:
     return 2 if shards_params(plan) or seconds < BRIEF else 1
 
 
-def _layers_of_programs(layers: int, stages: int) -> tuple[int, int]:
+def _layers_of_programs(layers: int, stages: int, has_experts: bool) -> tuple[int, int]:
     """Return the numbers of layers of the two programs; the first is that of all if it is short."""
     if stages == 1:
-        fewest = min(FEWEST_LAYERS, layers)
+        fewest = min(FEWEST_WITH_EXPERTS if has_experts else FEWEST_LAYERS, layers)
         return fewest, fewest + 1
     # As many stages have one more layer than the others as in the program of all layers.
     fewest = stages + layers % stages
@@ -194,36 +171,17 @@ def _numbers_of(
     """Return the numbers of each device in a program of some layers, with all microbatches."""
     microbatches = _microbatches_of_program(plan)
     short = replace(plan, microbatches=microbatches)
-    cost = _cost_of_short_program(model, short, cluster, steps, layers)
+    cost = cost_of_short_program(model, short, cluster, steps, layers)
     missing = cast(int, plan.microbatches) - microbatches
     seconds_of_missing = 0.0
     if missing:
         seconds_of_missing = missing * _seconds_of_microbatch(plan, cost)
     numbers = list[ProgramNumbers]()
     for device in cost.devices.values():
-        before_update, update = _peaks(device)
+        before_update, update = peaks(device)
         seconds = device.times.step + seconds_of_missing
         numbers.append(ProgramNumbers(seconds, before_update, update))
     return numbers
-
-
-def _cost_of_short_program(
-    model: LayeredModel, plan: Parallelism, cluster: Cluster, steps: int, layers: int
-) -> Cost:
-    """Return the cost of the program of some layers, in which each loss is marked."""
-    losses = count()
-
-    def marked_loss(*arguments: Any) -> Tensor:
-        mark(f"{LOSS} {next(losses)}")
-        return model.loss_of(*arguments)
-
-    mesh = make_mesh(plan.axes, runtime="abstract")
-    program = model.program(model.build(layers), plan, mesh, marked_loss)
-    rows = plan.rows_of_step
-    batch = map_leaves(lambda x: x.new_empty((rows, *x.shape[1:])), model.batch)
-    arguments = [*program.arguments, batch]
-    step = cast(TrainStep, program.step)
-    return cost_on_mesh(step, arguments, mesh, cluster, steps=steps)
 
 
 def _seconds_of_microbatch(plan: Parallelism, cost: Cost) -> float:
@@ -239,23 +197,3 @@ def _seconds_of_microbatch(plan: Parallelism, cost: Cost) -> float:
     # The last microbatches are those in which the schedule ends.
     end = -1 if not plan.in_stages else -1 - cast(int, plan.microbatches) % plan.pipeline
     return (losses[end] - losses[end - repeated]) / repeated
-
-
-def _peaks(device: DeviceCost) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the bytes of a device at its peaks before the update, and in it, by purpose."""
-    names = [event.name for event in device.used.timeline]
-    update = names.index("update")
-    phases = (device.used.timeline[:update], device.used.timeline[update:])
-    operations = device.operations
-    of_update = [event.unit == "update" for event in operations]
-    first = of_update.index(True) if True in of_update else len(operations)
-    parts = (operations[:first], operations[first:])
-    peaks = list[dict[str, float]]()
-    for marked, part in zip(phases, parts, strict=True):
-        peak = max([event.peak for event in marked])
-        fullest = max([event.memory for event in part], key=sum, default=(0,) * len(PURPOSES))
-        sizes: dict[str, float] = dict(zip(PURPOSES, fullest, strict=True))
-        sizes["under way"] = peak - sum(fullest)
-        peaks.append(sizes)
-    before_update, in_update = peaks
-    return before_update, in_update
