@@ -75,7 +75,7 @@ def _sum(x: Bytes, y: Bytes, factor: float = 1.0) -> Bytes:
 
 
 class ActionCost(NamedTuple):
-    """What an action takes.
+    """The needs of an action.
 
     Args:
         seconds: without waits for messages.
@@ -138,8 +138,8 @@ class DeviceEnds(NamedTuple):
         return DeviceEnds(self.seconds, *parts)
 
 
-class Step(NamedTuple):
-    """What determines the cost of an action of a stage.
+class ActionCase(NamedTuple):
+    """All that the cost of an action of a stage depends on.
 
     Args:
         kind: of the action.
@@ -152,7 +152,7 @@ class Step(NamedTuple):
     is_split: bool
 
 
-StageCosts = list[dict[Step, ActionCost]]
+StageCosts = list[dict[ActionCase, ActionCost]]
 """The costs of the actions of each stage."""
 
 
@@ -167,12 +167,12 @@ class MeasuredStages:
         under_way: bytes that collectives of actions will write.
     """
 
-    actions: list[dict[Step, ActionCost]]
+    actions: list[dict[ActionCase, ActionCost]]
     ends: list[DeviceEnds]
     message: float
     under_way: float
 
-    def action(self, step: Step, layers: int, is_first: bool, is_last: bool) -> ActionCost:
+    def action(self, step: ActionCase, layers: int, is_first: bool, is_last: bool) -> ActionCost:
         """Return the cost of an action of a stage with some layers, at the ends of the model."""
         stage = BETWEEN
         if is_first:
@@ -183,7 +183,7 @@ class MeasuredStages:
         more = self._of(LONGER, step)
         return self._of(stage, step).plus(more, less, layers - 1)
 
-    def _of(self, stage: int, step: Step) -> ActionCost:
+    def _of(self, stage: int, step: ActionCase) -> ActionCost:
         actions = self.actions[stage]
         # Where a program has one or two microbatches there is none between.
         for position in (step.position, 1, 0, 2):
@@ -242,9 +242,9 @@ def cost_of_stages(
 
     steps_of_rows = [_steps(row, schedule.microbatches) for row in schedule.rows]
     distinct = {step for row in steps_of_rows for step in row}
-    costs = list[dict[Step, ActionCost]]()
+    costs = list[dict[ActionCase, ActionCost]]()
     for stage, count in enumerate(layers):
-        of_stage = dict[Step, ActionCost]()
+        of_stage = dict[ActionCase, ActionCost]()
         for step in distinct:
             of_stage[step] = measured.action(step, count, stage == 0, stage == last)
         costs.append(of_stage)
@@ -283,7 +283,7 @@ def size_of_stages(plan: Parallelism, steps: int) -> int:
 
 def _ends_of_rows(
     schedule: Schedule,
-    steps: Sequence[Sequence[Step]],
+    steps: Sequence[Sequence[ActionCase]],
     costs: StageCosts,
     message: float,
     overlaps: bool,
@@ -332,7 +332,7 @@ def _ends_of_rows(
 
 
 def _peak_of_row(
-    row: Sequence[Action], steps: Sequence[Step], costs: StageCosts, end: DeviceEnds
+    row: Sequence[Action], steps: Sequence[ActionCase], costs: StageCosts, end: DeviceEnds
 ) -> Bytes:
     """Return the bytes at the peak of a device, which runs a row of the schedule."""
     peak = max(end.begin, end.reduction, end.update, key=sum)
@@ -344,14 +344,14 @@ def _peak_of_row(
     return peak
 
 
-def _steps(row: Sequence[Action], microbatches: int) -> list[Step]:
+def _steps(row: Sequence[Action], microbatches: int) -> list[ActionCase]:
     """Return the kind of each action, and which microbatch of the stage it is in order.
 
     A gradient of weights is added by B or W.
     """
     counts = Counter[tuple[int, Kind]]()
     split = {(stage, microbatch) for kind, stage, microbatch in row if kind is Kind.I}
-    steps = list[Step]()
+    steps = list[ActionCase]()
     for kind, stage, microbatch in row:
         adds = Kind.W if kind is Kind.B else kind
         number = counts[stage, adds]
@@ -361,7 +361,7 @@ def _steps(row: Sequence[Action], microbatches: int) -> list[Step]:
             position = 0
         if number == microbatches - 1:
             position = 2
-        steps.append(Step(kind, position, (stage, microbatch) in split))
+        steps.append(ActionCase(kind, position, (stage, microbatch) in split))
     return steps
 
 
@@ -446,7 +446,7 @@ def _measure(
         of_all_steps = run.moments[number]
         moments.append(of_all_steps[-len(of_all_steps) // steps :])
 
-    parts = list[dict[Step, Part]]()
+    parts = list[dict[ActionCase, Part]]()
     ends = list[DeviceEnds]()
     for device, of_device in zip(devices, moments, strict=True):
         parts.append(_parts(device, of_device, cast(int, plan.microbatches)))
@@ -464,12 +464,14 @@ class Part(NamedTuple):
     after: Bytes
 
 
-def _parts(device: DeviceCost, moments: Sequence[Moment], microbatches: int) -> dict[Step, Part]:
+def _parts(
+    device: DeviceCost, moments: Sequence[Moment], microbatches: int
+) -> dict[ActionCase, Part]:
     """Return the events of each action."""
     row = [moment.action for moment in moments]
     begin = 0
     before = _bytes_at(device.events[: moments[0].events])[0]
-    parts = dict[Step, Part]()
+    parts = dict[ActionCase, Part]()
     for moment, step in zip(moments, _steps(row, microbatches), strict=True):
         end = moment.events
         sends = [i for i in range(begin, end) if isinstance(device.events[i], MessageSend)]
@@ -500,10 +502,10 @@ def _alone(events: Sequence[Event], begin: int, end: int) -> list[Event]:
 
 
 def _actions_of(
-    stage: int, parts: Sequence[dict[Step, Part]], cluster: Cluster, mesh: Mesh
-) -> dict[Step, ActionCost]:
+    stage: int, parts: Sequence[dict[ActionCase, Part]], cluster: Cluster, mesh: Mesh
+) -> dict[ActionCase, ActionCost]:
     """Return the cost of each action of a stage."""
-    costs = dict[Step, ActionCost]()
+    costs = dict[ActionCase, ActionCost]()
     for step, part in parts[stage].items():
         seconds = times_of({0: part.events}, cluster, mesh)[0].step
         until_sent = times_of({0: part.until_sent}, cluster, mesh)[0].step
