@@ -277,3 +277,16 @@ def test_the_best_plan_is_saved_scaled_and_built(tmp_path):
         PlanError, match=r"write fs.HybridParallelPlugin\(best.plan, blocks='layers'"
     ):
         small.plugin()
+
+
+def test_stages_count_no_weights_of_other_stages():
+    vocab = 20_000  # so that the embedding is far larger than a layer
+    model = Transformer(3, 16, 32, 2, 2, vocab, 8)
+    layered = layered_model(model, None, optim.adamw(1e-3), None, None)
+    plan = Parallelism(data=1, pipeline=3, tensor=2, microbatches=3, rows=1, schedule="1f1b")
+    estimate = PlanEstimate(plan, LayerTracer(layered, cluster("h100", node=8)))
+
+    _, between, _ = estimate.cost(model.build()).devices.values()
+
+    embedding = model.build().embedding.weight
+    assert between.used.peak() < embedding.nbytes / 10

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from fshard.mesh.layout import map_leaves
+from fshard.mesh.layout.counting import without_counters
 from fshard.mesh.layout.sharded import Sharded, flatten_shards
 from fshard.mesh.spmd.scope import here
 
@@ -192,7 +193,8 @@ class ValuelessMode(TorchFunctionMode):
             options["device"] = _META
         if func == Tensor.to:
             args = tuple([_META if isinstance(x, str) else x for x in args])
-        result = self._call(func, args, options)
+        with without_counters():  # these tensors have no memory
+            result = self._call(func, args, options)
         for x, meta in replaced:
             if meta._version > 0:  # written to
                 self._overwritten[_storage_of(x)] = x
