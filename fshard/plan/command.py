@@ -65,15 +65,16 @@ def run_plan(arguments: Sequence[str]) -> int:
     model, machine = model_and_machine(run)
     found = _searches(model, machine, options, constraints)
     plans = _joined(found.plans)
-    reasons = [each.why(layout) for layout in layouts for each in found.plans]
+    reasons = [each.reason(layout) for layout in layouts for each in found.plans]
 
     sys.stdout.write(f"{plans.text(**vars(training))}\n")
     for error in found.errors:
         sys.stdout.write(f"{error}\n")
-    for text in reasons:
-        sys.stdout.write(f"\n{text}\n")
+    for reason in reasons:
+        sys.stdout.write(f"\n{reason.text}\n")
     if options.json is not None:
-        table = {**run, **plans.to_dict(**vars(training)), "why": reasons}
+        why = [reason.to_dict() for reason in reasons]
+        table = {**run, **plans.to_dict(**vars(training)), "why": why}
         Path(options.json).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     if options.out is not None:
         best_by(options.goal, plans).save(options.out)

@@ -9,7 +9,8 @@ all sizes and options ──divide?──> ──traced?──> ──least memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -30,6 +31,7 @@ from fshard.plan.programs.shortened import ProgramCost
 from fshard.plan.space import (
     KINDS,
     Candidate,
+    Choices,
     Kind,
     RejectedPlan,
     candidates,
@@ -38,7 +40,7 @@ from fshard.plan.space import (
 )
 from fshard.plan.tables.layout import as_constraints, layout_fields, layout_text
 from fshard.plan.tables.summary import SHOWN, Training, digits, plans_dict, plans_table
-from fshard.plan.tables.why import rejected_text, slower_text
+from fshard.plan.tables.why import Reason, rejected_reason, slower_reason
 from fshard.tables import Tabular, text_of
 
 if TYPE_CHECKING:  # it is imported where a table is shown
@@ -71,6 +73,7 @@ class Plans(Tabular):
         rejected: some that do not, of each kind of reason the nearest first, and one of a reason.
         tried: the number of plans whose numbers divide.
         stages: of ZeRO that are one program, by its plan in `estimates`.
+        choices: the values of each field that were tried.
     """
 
     estimates: list[PlanEstimate]
@@ -79,6 +82,7 @@ class Plans(Tabular):
     stages: Mapping[Parallelism, Sequence[int]] = field(
         default_factory=dict[Parallelism, Sequence[int]], repr=False
     )
+    choices: Choices = field(default_factory=dict[str, Collection[Any]], repr=False)
 
     def __getitem__(self, index: int) -> PlanEstimate:
         return self.estimates[index]
@@ -168,6 +172,14 @@ class Plans(Tabular):
         >>> print(plans.why("data=3"))
         The layout is rejected: data * pipeline * experts * sequence * tensor must be the number of ...
         """
+        return self.reason(layout).text
+
+    def reason(self, layout: str | Mapping[str, Any] | Parallelism) -> Reason:
+        """Return what `why` says of a layout, and the numbers of both plans.
+
+        Args:
+            layout: see `why`.
+        """
         fields = as_constraints(layout_fields(layout))
         best = self.estimates[0]
         tracer = best.tracer
@@ -187,7 +199,7 @@ class Plans(Tabular):
             fastest = estimates[0]
             if fastest.program is None:  # two plans are compared by the same measure
                 best = replace(best, by_formula=True)
-            return slower_text(best, fastest)
+            return slower_reason(best, fastest, self._why_left_out(fastest.plan))
 
         too_large = [plan for plan in rejected if plan.kind == "memory"]
         if too_large:
@@ -195,17 +207,28 @@ class Plans(Tabular):
             likely = sorted(too_large, key=lambda plan: plan.peak)[:LISTED]
             by_formula = [PlanEstimate(plan.plan, tracer, by_formula=True) for plan in likely]
             nearest = min(by_formula, key=lambda estimate: estimate.peak)
-            return rejected_text(nearest.excess() or likely[0].reason, nearest)
+            return rejected_reason(nearest.excess() or likely[0].reason, nearest)
         if rejected:
-            return rejected_text(rejected[0].reason, None)
+            return rejected_reason(rejected[0].reason, None)
         # Fields that contradict each other are no candidates.
         data = fields.get("data", 1)
         Parallelism(**{**fields, "data": data})
         numbers = ", ".join([f"{name}={value}" for name, value in fields.items()])
         count_text = " or ".join(map(str, counts))
-        return rejected_text(
+        return rejected_reason(
             f"no plan of {count_text} devices and {batch} samples has {numbers}", None
         )
+
+    def _why_left_out(self, plan: Parallelism) -> str:
+        """Return why a plan is not the first one, although it is not slower."""
+        known = {estimate.plan: estimate for estimate in self.estimates}
+        if plan in known and known[plan].program is not None:
+            return "the goal of the search is not its time"
+        for name, values in self.choices.items():
+            value = vars(plan)[name]
+            if value not in values:
+                return f"{name}={value} is none of the values that it tried"
+        return "the search prunes by formulas, and did not cost its program"
 
     def to_dict(self, *, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
         """Return all numbers of the plans, for a file of JSON.
@@ -244,8 +267,8 @@ def search(
         cluster: the machine: see `fs.plan.cluster`.
         global_batch: samples of a step, on all devices.
         optimizer: of `fs.optim`.
-        loss: of the output and the batch. Default: `output.loss` for a dict, else the cross-entropy
-            of logits and labels.
+        loss: of the output and the batch. Default: for a dict the output, or its `loss`; else the
+            cross-entropy of logits and labels.
         blocks: path of the repeated layers; default: the longest `ModuleList`.
         goal: the best plan has the least "time" of a step, "cost", which is time by devices, or
             "memory" of a device.
@@ -290,7 +313,7 @@ def search(
     rejected += passing_memory
     if not estimates:
         raise _nothing_fits(rejected, numbers)
-    return Plans(estimates, _listed(rejected), tried, stages)
+    return Plans(estimates, _listed(rejected), tried, stages, choices)
 
 
 def _counts(devices: int | Sequence[int], global_batch: int) -> tuple[int, ...]:
@@ -438,11 +461,11 @@ def _listed(rejected: Sequence[RejectedPlan]) -> list[RejectedPlan]:
     """Return the rejected plans to list: the nearest ones, of each kind of reason in turn.
 
     So a dozen plans that do not fit hide neither an error of a program nor a number that does not
-    divide. Of several plans with one reason only the nearest is listed.
+    divide. Of several plans whose reasons differ in numbers alone only the nearest is listed.
     """
     nearest = dict[str, RejectedPlan]()
     for plan in sorted(rejected, key=lambda plan: plan.peak):
-        nearest.setdefault(plan.reason, plan)
+        nearest.setdefault(re.sub("[0-9.,]+", "0", plan.reason), plan)
     by_kind = dict[Kind, list[RejectedPlan]]()
     for kind in KINDS:
         by_kind[kind] = [plan for plan in nearest.values() if plan.kind == kind]
