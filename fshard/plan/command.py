@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -37,10 +37,12 @@ from fshard.plan.hugging_face.modules import model_of_config
 from fshard.plan.layers import LayerTracer
 from fshard.plan.models import Transformer
 from fshard.plan.program import layered_model
+from fshard.plan.progress import ProgressLine
 from fshard.plan.search import GOALS, LARGEST_COUNT, Plans, best_by, search
 from fshard.plan.space import NOT_SEARCHED
 from fshard.plan.tables.layout import field_values, layout_fields
 from fshard.plan.tables.summary import Training
+from fshard.plan.tables.why import Reason
 
 OPTIMIZER = with_master_weights(adamw(3e-4))
 """The optimizer of a search."""
@@ -63,9 +65,13 @@ def run_plan(arguments: Sequence[str]) -> int:
 
     run = {name: vars(options)[name] for name in _RUN}
     model, machine = model_and_machine(run)
-    found = _searches(model, machine, options, constraints)
-    plans = _joined(found.plans)
-    reasons = [each.reason(layout) for layout in layouts for each in found.plans]
+    with ProgressLine() as progress:
+        found = _searches(model, machine, options, constraints, progress)
+        plans = _joined(found.plans)
+        reasons = list[Reason]()
+        for layout, each in product(layouts, found.plans):
+            progress("comparing the layouts of --why")
+            reasons.append(each.reason(layout))
 
     sys.stdout.write(f"{plans.text(**vars(training))}\n")
     for error in found.errors:
@@ -206,6 +212,7 @@ def _searches(
     machine: Cluster,
     options: argparse.Namespace,
     constraints: Mapping[str, Any],
+    progress: ProgressLine,
 ) -> Searches:
     """Search each number of devices; raise if no plan fits any."""
     found = Searches([], [])
@@ -218,6 +225,7 @@ def _searches(
                 devices=devices,
                 global_batch=options.global_batch,
                 goal=options.goal,
+                progress=progress,
                 **constraints,
             )
             found.plans.append(plans)

@@ -34,6 +34,7 @@ from fshard.plan.space import (
     Choices,
     Kind,
     RejectedPlan,
+    advice,
     candidates,
     divisors_text,
     plan_choices,
@@ -241,6 +242,13 @@ class Plans(Tabular):
 
 # -- the search ------------------------------------------------------------------------------------
 
+Progress = Callable[[str], None]
+"""A function that is called with what a search does, in words."""
+
+
+def _ignore(_: str) -> None:
+    """Tell nobody."""
+
 
 def search(
     model: nn.Module | Transformer,
@@ -253,6 +261,7 @@ def search(
     loss: Loss | None = None,
     blocks: str | None = None,
     goal: Literal["time", "cost", "memory"] = "time",
+    progress: Progress = _ignore,
     **constraints: Any,
 ) -> Plans:
     """Rank the plans of training a model with repeated layers.
@@ -272,6 +281,7 @@ def search(
         blocks: path of the repeated layers; default: the longest `ModuleList`.
         goal: the best plan has the least "time" of a step, "cost", which is time by devices, or
             "memory" of a device.
+        progress: is called with what the search does, in words.
         constraints: fields of `Parallelism` with a value, or several: pipeline=8, rows=(1, 2).
 
     Raises:
@@ -296,20 +306,21 @@ def search(
         candidates(layered.layers, count, global_batch, choices, cluster) for count in counts
     ]
     tracer = LayerTracer(layered, cluster)
-    fitting, rejected, tried = _sorted_out(chain.from_iterable(of_each_count), tracer)
+    fitting, rejected, tried = _sorted_out(chain.from_iterable(of_each_count), tracer, progress)
+    advised = "".join([f" {text}." for text in advice(counts[0], global_batch, cluster)])
     if not tried:
         options = ", ".join(f"{name}={x!r}" for name, x in constraints.items()) or "any option"
         raise PlanError(
             f"plan.search: sizes must divide {numbers} devices, {layered.layers} layers and a "
             f"global batch of {global_batch}; no plan with {options} does. Divisors: "
-            f"{divisors_text(counts, layered.layers, global_batch)}."
+            f"{divisors_text(counts, layered.layers, global_batch)}.{advised}"
         )
 
     ranked_before, ranked = GOALS[goal]
     simulated, passing_memory = _simulated(sorted(fitting, key=ranked_before))
     rejected += passing_memory
     distinct, stages = _distinct_programs(simulated)
-    estimates, passing_memory = _by_programs(distinct, ranked)
+    estimates, passing_memory = _by_programs(distinct, ranked, progress, tried)
     rejected += passing_memory
     if not estimates:
         raise _nothing_fits(rejected, numbers)
@@ -340,7 +351,9 @@ class _Sorted(NamedTuple):
     tried: int
 
 
-def _sorted_out(tried: Iterable[Candidate], tracer: LayerTracer) -> _Sorted:
+def _sorted_out(
+    tried: Iterable[Candidate], tracer: LayerTracer, progress: Progress = _ignore
+) -> _Sorted:
     """Reject the candidates that do not divide, cannot run, or do not fit by their least memory."""
     fitting = list[PlanEstimate]()
     rejected = list[RejectedPlan]()
@@ -352,6 +365,7 @@ def _sorted_out(tried: Iterable[Candidate], tracer: LayerTracer) -> _Sorted:
             rejected.append(RejectedPlan(plan, reason, divided))
             continue
         count += 1
+        progress(f"tried {count:,} layouts")
         estimate = PlanEstimate(plan, tracer, by_formula=True)
         if error := _trace_error(estimate, errors):
             rejected.append(RejectedPlan(plan, error, "program"))
@@ -426,7 +440,7 @@ def _distinct_programs(
 
 
 def _by_programs(
-    estimates: Sequence[PlanEstimate], ranked: Key
+    estimates: Sequence[PlanEstimate], ranked: Key, progress: Progress = _ignore, tried: int = 0
 ) -> tuple[list[PlanEstimate], list[RejectedPlan]]:
     """Return the estimates, the best ones by the cost of their programs, and those that do not fit.
 
@@ -442,6 +456,8 @@ def _by_programs(
         is_shown = len(ahead) < SHOWN
         if is_shown and by_formula.program_size <= min(left, LONGEST_PROGRAM):
             left -= by_formula.program_size
+            place = f"{len(ahead) + 1} of {min(SHOWN, len(estimates))}"
+            progress(f"tried {tried:,} layouts; costing {place} by their programs")
             estimate = replace(by_formula, by_formula=False)
             if error := _error_of(partial(_run_program, estimate)):
                 rejected.append(RejectedPlan(estimate.plan, error, "program"))

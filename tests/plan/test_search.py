@@ -226,7 +226,8 @@ def test_errors_of_machines_are_those_of_the_measure():
         assert "±" not in str(plans) and "all by formulas (~)" in text and "0.4 to 1.4" in text
         costed = replace(plans, estimates=[replace(x, by_formula=False) for x in plans])
         assert ("±" in str(costed)) == (machine is H100)
-        assert "~" not in str(costed) and "by the cost of their programs" in str(costed)
+        assert "~" not in str(costed)
+        assert "all by the cost of their programs" in str(costed.table().caption)
 
 
 class Model(nn.Module):
@@ -368,6 +369,28 @@ def test_a_module_that_returns_its_loss_takes_a_dict():
         search(WithLoss(), {"x": x, "y": labels}, **options)
     with pytest.raises(PlanError, match=r"must be a loss of one element, or have one.* Give loss="):
         search(WithLogits(), {"x": x, "labels": labels}, **options)
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "expected"),
+    [
+        (12, 48, "12 devices are 1.5 nodes of 8: change devices to a multiple of 8, or node"),
+        (8, 7, "7 samples and 8 devices have no common divisor: change global_batch or devices"),
+        (8, 16, None),
+        (16, 8, None),
+    ],
+)
+def test_tables_and_errors_name_the_numbers_to_change(devices, batch, expected):
+    options = {"devices": devices, "global_batch": batch, "optimizer": ADAMW, "rows": 1}
+    options |= {"cluster": H100, "schedule": "1f1b", "recompute": "never", "zero_stage": 0}
+    caption = str(search(SMALL, **options, sequence=1).table().caption)
+    if expected is None:
+        assert "change" not in caption
+        return
+    assert expected in caption
+    with pytest.raises(PlanError) as caught:
+        search(SMALL, **options, data=5)
+    assert expected in str(caught.value)
 
 
 SIX_HEADS = replace(SMALL, hidden=384, heads=6, kv_heads=6)

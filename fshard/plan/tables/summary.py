@@ -13,7 +13,7 @@ from fshard.errors import PlanError
 from fshard.parallelism.value import Parallelism
 from fshard.plan.cluster import PRESETS, cluster
 from fshard.plan.estimate import PlanEstimate
-from fshard.plan.space import RejectedPlan
+from fshard.plan.space import RejectedPlan, advice
 from fshard.plan.tables.layout import layout_text, options_text, sizes_text
 
 if TYPE_CHECKING:  # it is imported where a table is shown
@@ -142,6 +142,12 @@ def plans_table(
     head = [f"{best}, of {tried:,} plans that were tried. {_counts_text(estimates)}"]
     if any([estimates[number].program is None for number in shown]):
         head.append(f"~: by formulas, which were {FORMULA_ERROR}.")
+    if not has_several_counts:
+        first = estimates[0]
+        head += [
+            f"{text}."
+            for text in advice(first.plan.devices, first.plan.rows_of_step, first.cluster)
+        ]
     head += _definitions([estimates[number] for number in shown])
     table.caption = _caption(head, rejected)
     table.caption_justify = "left"
