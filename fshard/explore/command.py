@@ -12,7 +12,7 @@ from fshard.explore.described import DescribedPlan, described
 from fshard.explore.page import page
 from fshard.plan.command import plan_of_file
 from fshard.plan.models import Transformer
-from fshard.plan.progress import ProgressLine
+from fshard.plan.tables.progress import ProgressLine
 from fshard.torch_collectives import Recording
 
 

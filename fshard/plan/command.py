@@ -37,10 +37,10 @@ from fshard.plan.hugging_face.modules import model_of_config
 from fshard.plan.layers import LayerTracer
 from fshard.plan.models import Transformer
 from fshard.plan.program import layered_model
-from fshard.plan.progress import ProgressLine
 from fshard.plan.search import GOALS, LARGEST_COUNT, Plans, best_by, search
 from fshard.plan.space import NOT_SEARCHED
 from fshard.plan.tables.layout import field_values, layout_fields
+from fshard.plan.tables.progress import ProgressLine
 from fshard.plan.tables.summary import Training
 from fshard.plan.tables.why import Reason
 

@@ -176,7 +176,7 @@ class Plans(Tabular):
         return self.reason(layout).text
 
     def reason(self, layout: str | Mapping[str, Any] | Parallelism) -> Reason:
-        """Return what `why` says of a layout, and the numbers of both plans.
+        """Return the text of `why`, and the numbers of both plans.
 
         Args:
             layout: see `why`.
@@ -247,7 +247,7 @@ Progress = Callable[[str], None]
 
 
 def _ignore(_: str) -> None:
-    """Tell nobody."""
+    """Do nothing with it."""
 
 
 def search(

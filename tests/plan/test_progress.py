@@ -1,11 +1,11 @@
-"""`ProgressLine` tells a terminal at once, and a file after some seconds; a search says what it does."""
+"""`ProgressLine` writes to a terminal at once, and to a file after some seconds; a search has its steps."""
 
 import io
 
 import pytest
 
 import fshard as fs
-from fshard.plan import progress
+from fshard.plan.tables import progress
 
 
 class Terminal(io.StringIO):

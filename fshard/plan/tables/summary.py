@@ -28,7 +28,7 @@ TIME_ERROR = 0.12
 """The part of a time by which a machine may differ from it."""
 
 FORMULA_ERROR = "0.4 to 1.4 times the time and 0.5 to 1.6 times the memory of drawn programs"
-"""What formulas alone were, of which a "~" is: see the guide."""
+"""The range of formulas alone, of which a "~" is: see the guide."""
 
 DEFINITION = (
     "MFU: operations of the model, none recomputed, of the peak in the dtype of its products"
@@ -189,7 +189,7 @@ def _title(first: PlanEstimate, has_several_counts: bool) -> str:
 
 
 def has_measured_error(estimate: PlanEstimate) -> bool:
-    """Return True if published runs say how far a time may be off.
+    """Return True if there are published runs, which show by how much a time differs.
 
     They are of GPUs, by the efficiencies that the presets have.
     """

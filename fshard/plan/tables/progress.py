@@ -10,7 +10,7 @@ PATIENCE = 5.0
 """Seconds between two lines in a file."""
 
 ERASED = "\r\x1b[K"
-"""What returns to the begin of a terminal's line, and erases it."""
+"""Returns to the begin of a terminal's line, and erases it: of ANSI."""
 
 
 class ProgressLine:
