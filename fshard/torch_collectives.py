@@ -287,7 +287,10 @@ class Recording:
     def _of(cls, content: Any) -> Recording:
         is_recording = isinstance(content, dict) and content.get("format") == FORMAT
         if not is_recording:
-            raise PlanError(f'it must be an object with "format": "{FORMAT}".')
+            raise PlanError(
+                f'it must be an object with "format": "{FORMAT}", as Recording.save writes it. '
+                "A plan is shown from the TOML file of fshard plan -o."
+            )
         ranks = content.get("ranks")
         if not isinstance(ranks, list) or not ranks:
             raise PlanError(f"ranks must be a list of the calls of each rank; got {ranks!r:.60}.")

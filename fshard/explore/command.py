@@ -12,6 +12,7 @@ from fshard.explore.described import DescribedPlan, described
 from fshard.explore.page import page
 from fshard.plan.command import plan_of_file
 from fshard.plan.models import Transformer
+from fshard.plan.tables.progress import ProgressLine
 from fshard.torch_collectives import Recording
 
 
@@ -33,13 +34,16 @@ def run(arguments: Sequence[str]) -> int:
         raise PlanError(f"explore: the folder of {options.out} must exist.")
 
     shown: list[DescribedPlan | Recording] = []
-    for path in options.file:
-        shown.append(_opened(path))
-    first, *others = shown
-    compare = None
-    if others:
-        (compare,) = others
-    path = page(first, options.out, compare=compare)
+    with ProgressLine() as progress:
+        for path in options.file:
+            progress(f"running the program of {path} without values")
+            shown.append(_opened(path))
+        first, *others = shown
+        compare = None
+        if others:
+            (compare,) = others
+        progress(f"writing {options.out}")
+        path = page(first, options.out, compare=compare)
     sys.stdout.write(f"{path}\n")
     return 0
 

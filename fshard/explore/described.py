@@ -30,6 +30,7 @@ class DescribedPlan:
         model: in words.
         tokens: of a step; 0 if the batch has none.
         flops: of the model in a step, without those recomputed: see `PlanEstimate.model_flops`.
+        dtype: of its products.
         others: the best plans of a search: see `Plans.rows`.
         tried: the number of plans that the search compared; 0 without a search.
     """
@@ -39,6 +40,7 @@ class DescribedPlan:
     model: str
     tokens: int = 0
     flops: float = 0.0
+    dtype: str = "bf16"
     others: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
     tried: int = 0
 
@@ -140,6 +142,7 @@ def described(
         model=text,
         tokens=(layered.tokens or 0) * estimate.plan.rows_of_step,
         flops=estimate.model_flops,
+        dtype=estimate.dtype,
         others=others,
         tried=tried,
     )

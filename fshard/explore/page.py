@@ -153,7 +153,8 @@ def _described(described: DescribedPlan) -> dict[str, Any]:
     cost = described.cost
     plan = _plan(cost)
     numbers: dict[str, float] = {"seconds": cost.seconds}
-    numbers["mfu"] = described.flops / (cost.seconds * cost.mesh.size * cost.cluster.peak("bf16"))
+    peak = cost.cluster.peak(described.dtype)
+    numbers["mfu"] = described.flops / (cost.seconds * cost.mesh.size * peak)
     del plan["numbers"]["utilization"]  # one number of utilization on a page
     if described.tokens:
         numbers["tokens"] = described.tokens / cost.seconds

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -40,7 +40,9 @@ from fshard.plan.program import layered_model
 from fshard.plan.search import GOALS, LARGEST_COUNT, Plans, best_by, search
 from fshard.plan.space import NOT_SEARCHED
 from fshard.plan.tables.layout import field_values, layout_fields
+from fshard.plan.tables.progress import ProgressLine
 from fshard.plan.tables.summary import Training
+from fshard.plan.tables.why import Reason
 
 OPTIMIZER = with_master_weights(adamw(3e-4))
 """The optimizer of a search."""
@@ -63,17 +65,22 @@ def run_plan(arguments: Sequence[str]) -> int:
 
     run = {name: vars(options)[name] for name in _RUN}
     model, machine = model_and_machine(run)
-    found = _searches(model, machine, options, constraints)
-    plans = _joined(found.plans)
-    reasons = [each.why(layout) for layout in layouts for each in found.plans]
+    with ProgressLine() as progress:
+        found = _searches(model, machine, options, constraints, progress)
+        plans = _joined(found.plans)
+        reasons = list[Reason]()
+        for layout, each in product(layouts, found.plans):
+            progress("comparing the layouts of --why")
+            reasons.append(each.reason(layout))
 
     sys.stdout.write(f"{plans.text(**vars(training))}\n")
     for error in found.errors:
         sys.stdout.write(f"{error}\n")
-    for text in reasons:
-        sys.stdout.write(f"\n{text}\n")
+    for reason in reasons:
+        sys.stdout.write(f"\n{reason.text}\n")
     if options.json is not None:
-        table = {**run, **plans.to_dict(**vars(training)), "why": reasons}
+        why = [reason.to_dict() for reason in reasons]
+        table = {**run, **plans.to_dict(**vars(training)), "why": why}
         Path(options.json).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     if options.out is not None:
         best_by(options.goal, plans).save(options.out)
@@ -205,6 +212,7 @@ def _searches(
     machine: Cluster,
     options: argparse.Namespace,
     constraints: Mapping[str, Any],
+    progress: ProgressLine,
 ) -> Searches:
     """Search each number of devices; raise if no plan fits any."""
     found = Searches([], [])
@@ -217,6 +225,7 @@ def _searches(
                 devices=devices,
                 global_batch=options.global_batch,
                 goal=options.goal,
+                progress=progress,
                 **constraints,
             )
             found.plans.append(plans)

@@ -10,7 +10,6 @@ One device does what all do; of stages, one device of each, in a thread of its o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -27,7 +26,15 @@ from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.runtimes.abstract import represented
 from fshard.plan.cluster import Cluster, assert_cluster
 from fshard.plan.timing import Times, times_of
-from fshard.plan.trace import CollectiveStart, Event, Operation, TracedLedger, TracedMail, recording
+from fshard.plan.trace import (
+    CollectiveStart,
+    Event,
+    Operation,
+    TracedLedger,
+    TracedMail,
+    dtype_of_products,
+    recording,
+)
 from fshard.recovery.copies import Copies
 from fshard.tables import Tabular
 from fshard.transforms.train_step import TrainStep
@@ -143,16 +150,12 @@ class Cost(Tabular):
         Args:
             flops: of the model in a step, on all devices; for model flops utilization.
         """
-        by_dtype = Counter[str]()
-        for event in self._all_operations():
-            by_dtype[event.dtype] += event.flops
-        # Peaks differ by dtype: that of the dtype of most operations counts.
-        dtype = max(by_dtype, key=lambda name: by_dtype[name], default="f32")
+        operations = self._all_operations()
         if flops is None:
-            of_device = by_dtype.total() / len(self.devices)
+            of_device = sum([event.flops for event in operations]) / len(self.devices)
         else:
             of_device = flops / self.mesh.size
-        return of_device / (self.seconds * self.cluster.peak(dtype))
+        return of_device / (self.seconds * self.cluster.peak(dtype_of_products(operations)))
 
     def operations(self) -> list[OperationCost]:
         """Return the calls of each operation and dtype on all `devices`, the longest first.

@@ -377,22 +377,28 @@ class PlanEstimate:
         """The operations of the model in a step of all devices, without those recomputed.
 
         They are those of matrix products and attention in a forward and a backward, as traced on
-        one device: operations that devices repeat, since they do not share a layer, count once.
+        one device: operations that devices repeat, since they do not share a layer, count once. A
+        backward counts as two forwards at most: see `LayerCost`.
         """
-        model = self.tracer.cost(Parallelism(data=1))
-        of_sample = model.first.flops + self.layers * model.layer.flops + model.last.flops
+        first, layer, last, *_ = self.tracer.cost(Parallelism(data=1))
+        of_sample = first.model_flops + self.layers * layer.model_flops + last.model_flops
         return of_sample * self.plan.rows_of_step
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of most products, of whose peak the utilization is a part: "bf16"."""
+        return self.tracer.cost(Parallelism(data=1)).dtype
 
     def utilization(self, flops: float | None = None) -> float:
         """Return the model flops utilization: the part of the peak that the model's operations are.
 
-        Those that are recomputed do not count: see `model_flops`. The peak is that in bfloat16.
+        Those that are recomputed do not count: see `model_flops`. The peak is that in `dtype`.
 
         Args:
             flops: instead of these.
         """
         done = flops or self.model_flops
-        return done / (self.seconds * self.plan.devices * self.cluster.peak("bf16"))
+        return done / (self.seconds * self.plan.devices * self.cluster.peak(self.dtype))
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -23,7 +23,7 @@ from fshard.plan.cluster import Cluster
 from fshard.plan.layer_trace import LayerTrace, TracedStep
 from fshard.plan.program import LayeredModel
 from fshard.plan.timing import times_of
-from fshard.plan.trace import PURPOSES, CollectiveStart, Operation
+from fshard.plan.trace import PURPOSES, CollectiveStart, Operation, dtype_of_products
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class LayerCost:
 
     Args:
         forward, backward, update: seconds; the update is that of all their parameters.
-        flops: operations of matrix products, with those that are recomputed.
+        flops: operations of matrix products and attention, with those that are recomputed.
+        model_flops: these without those that are recomputed: see `_model_flops`.
         parameters, gradients, state: bytes.
         sums: bytes of gradients that are added over microbatches, in at least 32 bits.
         casts: bytes that the update has for a while, such as gradients in 32 bits.
@@ -44,6 +45,7 @@ class LayerCost:
     backward: float = 0.0
     update: float = 0.0
     flops: int = 0
+    model_flops: int = 0
     parameters: int = 0
     gradients: int = 0
     sums: int = 0
@@ -76,13 +78,15 @@ class LayerWeights(NamedTuple):
 class ModelCost(NamedTuple):
     """The costs of what is before the layers, of a layer, and of what is after them.
 
-    The loss is after them. `message` is the number of bytes that one layer sends to the next.
+    The loss is after them. `message` is the number of bytes that one layer sends to the next,
+    `dtype` that of most products.
     """
 
     first: LayerCost
     layer: LayerCost
     last: LayerCost
     message: int
+    dtype: str
 
 
 # -- the tracer ------------------------------------------------------------------------------------
@@ -113,7 +117,9 @@ class LayerTracer:
             shares_tokens = plan.sequence_mode == "megatron"
             token_devices = plan.tensor if shares_tokens else plan.sequence
             message = self._message * plan.rows // token_devices
-            self.costs[key] = ModelCost(first, layer, last, message)
+            operations = [event for event in step.events if isinstance(event, Operation)]
+            dtype = dtype_of_products(operations)
+            self.costs[key] = ModelCost(first, layer, last, message, dtype)
         return self.costs[key]
 
     @cached_property
@@ -227,6 +233,7 @@ def costs_of(step: TracedStep, cluster: Cluster, mesh: Mesh) -> list[LayerCost]:
             backward=seconds.get(BACKWARD_OF[phase], 0.0),
             update=seconds["update"] * share,
             flops=sum([event.flops for event in operations if event.unit in phases]),
+            model_flops=_model_flops(phase, operations),
             parameters=step.parameters[phase],
             gradients=round(gradients * share),
             sums=step.sums[phase],
@@ -250,6 +257,18 @@ def _seconds_of_phases(
     for phase, (begin, end) in zip(phases, pairwise([*begins, times.step]), strict=True):
         seconds[phase] = end - begin
     return seconds
+
+
+def _model_flops(phase: str, operations: list[Operation]) -> int:
+    """Return the operations of a phase in a forward and a backward, none of them recomputed.
+
+    A backward needs two products for one of the forward, or fewer: of frozen weights, or of an
+    input without a gradient. What is more is recomputed: fused attention computes its scores again,
+    so that its backward has 2.5 times the operations of the forward.
+    """
+    forward = sum([event.flops for event in operations if event.unit == phase])
+    backward = sum([event.flops for event in operations if event.unit == BACKWARD_OF[phase]])
+    return forward + min(backward, 2 * forward)
 
 
 def _most_gradients(operations: list[Operation]) -> int:

@@ -6,6 +6,7 @@ plan ──> remat of layers ──> shard_model: experts, layers, stages ──
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -19,6 +20,7 @@ from fshard.errors import PlanError
 from fshard.experts.module import MoE
 from fshard.experts.transformers import shard_experts
 from fshard.mesh.layout import Mesh, PyTree, flatten, map_leaves
+from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.contract import Optimizer
 from fshard.optim.partition import partition_optimizer
 from fshard.parallelism.build import ShardedModel, shard_model
@@ -72,8 +74,8 @@ class LayeredModel:
         blocks: the path of the layers in it.
         layers: their number.
         batch: of one sample, on the meta device.
-        loss: of the output and the batch; None: `output.loss` if the batch is a dict of the model's
-            arguments, else the cross-entropy of logits and the second part of the batch.
+        loss: of the output and the batch; None: the output, or its `loss`, if the batch is a dict of
+            the model's arguments, else the cross-entropy of logits and the second part of the batch.
         optimizer: of `fs.optim`.
         experts: the number of experts of a layer.
     """
@@ -127,7 +129,8 @@ class LayeredModel:
             full_output = output if plan is None else map_leaves(plan.full, output)
             return self.loss(full_output, batch)
         if isinstance(batch, Mapping):
-            return output.loss if plan is None else plan.full(output.loss)
+            value = _loss_in(output)
+            return value if plan is None else plan.full(value)
         labels = batch[1]
         if plan is not None:
             return plan.cross_entropy(output, labels)
@@ -217,6 +220,18 @@ class LayeredModel:
         return loss_fn, sharded.options
 
 
+def _loss_in(output: Any) -> Any:
+    """Return the loss that a model returns: its result, or `output.loss`."""
+    value = getattr(output, "loss", output)
+    if not isinstance(value, Tensor | Sharded) or value.numel() != 1:
+        raise PlanError(
+            "plan.search: the result of a model that takes a dict must be a loss of one element, or "
+            f"have one as `loss`; got {type(output).__name__}. Give loss=, a function of the result "
+            "and the batch."
+        )
+    return value
+
+
 def _has_buffers(sharded: ShardedModel) -> bool:
     trees = sharded.buffers if isinstance(sharded.buffers, list) else [sharded.buffers]
     return any(trees)
@@ -259,6 +274,7 @@ def layered_model(
     path = _path_of_layers(model, blocks)
     layers = cast(nn.ModuleList, model.get_submodule(path))
     _validate_equal(path, layers)
+    _validate_arguments(model, batch)
     return LayeredModel(
         build=partial(_shortened, model, path),
         blocks=path,
@@ -304,6 +320,28 @@ def _validate_equal(path: str, layers: nn.ModuleList) -> None:
             f"plan.search: the layers {path} must have equal parameters; "
             f"those of {', '.join(different)} differ from 0's. Rank its programs: plan.rank."
         )
+
+
+def _validate_arguments(model: nn.Module, batch: PyTree) -> None:
+    """Raise unless the model can be called with a batch."""
+    call = inspect.signature(model.forward)
+    names = ", ".join(call.parameters)
+    if isinstance(batch, Mapping):
+        try:
+            call.bind(**cast(Mapping[str, Any], batch))
+        except TypeError as error:
+            raise PlanError(
+                f"plan.search: batch must have the arguments of the model, {names}; got "
+                f"{', '.join(map(str, cast(Any, batch)))}: {error}."
+            ) from None
+        return
+    try:
+        call.bind(None)
+    except TypeError as error:
+        raise PlanError(
+            f"plan.search: batch must be a dict for a model that is called with {names}: of a pair "
+            f"only the first is an input; {error}. Write batch={{name: tensor}} with these names."
+        ) from None
 
 
 def _most_experts(model: nn.Module) -> int:

@@ -9,7 +9,8 @@ all sizes and options ──divide?──> ──traced?──> ──least memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -30,15 +31,17 @@ from fshard.plan.programs.shortened import ProgramCost
 from fshard.plan.space import (
     KINDS,
     Candidate,
+    Choices,
     Kind,
     RejectedPlan,
+    advice,
     candidates,
     divisors_text,
     plan_choices,
 )
 from fshard.plan.tables.layout import as_constraints, layout_fields, layout_text
 from fshard.plan.tables.summary import SHOWN, Training, digits, plans_dict, plans_table
-from fshard.plan.tables.why import rejected_text, slower_text
+from fshard.plan.tables.why import Reason, rejected_reason, slower_reason
 from fshard.tables import Tabular, text_of
 
 if TYPE_CHECKING:  # it is imported where a table is shown
@@ -71,6 +74,7 @@ class Plans(Tabular):
         rejected: some that do not, of each kind of reason the nearest first, and one of a reason.
         tried: the number of plans whose numbers divide.
         stages: of ZeRO that are one program, by its plan in `estimates`.
+        choices: the values of each field that were tried.
     """
 
     estimates: list[PlanEstimate]
@@ -79,6 +83,7 @@ class Plans(Tabular):
     stages: Mapping[Parallelism, Sequence[int]] = field(
         default_factory=dict[Parallelism, Sequence[int]], repr=False
     )
+    choices: Choices = field(default_factory=dict[str, Collection[Any]], repr=False)
 
     def __getitem__(self, index: int) -> PlanEstimate:
         return self.estimates[index]
@@ -168,6 +173,14 @@ class Plans(Tabular):
         >>> print(plans.why("data=3"))
         The layout is rejected: data * pipeline * experts * sequence * tensor must be the number of ...
         """
+        return self.reason(layout).text
+
+    def reason(self, layout: str | Mapping[str, Any] | Parallelism) -> Reason:
+        """Return the text of `why`, and the numbers of both plans.
+
+        Args:
+            layout: see `why`.
+        """
         fields = as_constraints(layout_fields(layout))
         best = self.estimates[0]
         tracer = best.tracer
@@ -187,7 +200,7 @@ class Plans(Tabular):
             fastest = estimates[0]
             if fastest.program is None:  # two plans are compared by the same measure
                 best = replace(best, by_formula=True)
-            return slower_text(best, fastest)
+            return slower_reason(best, fastest, self._why_left_out(fastest.plan))
 
         too_large = [plan for plan in rejected if plan.kind == "memory"]
         if too_large:
@@ -195,17 +208,28 @@ class Plans(Tabular):
             likely = sorted(too_large, key=lambda plan: plan.peak)[:LISTED]
             by_formula = [PlanEstimate(plan.plan, tracer, by_formula=True) for plan in likely]
             nearest = min(by_formula, key=lambda estimate: estimate.peak)
-            return rejected_text(nearest.excess() or likely[0].reason, nearest)
+            return rejected_reason(nearest.excess() or likely[0].reason, nearest)
         if rejected:
-            return rejected_text(rejected[0].reason, None)
+            return rejected_reason(rejected[0].reason, None)
         # Fields that contradict each other are no candidates.
         data = fields.get("data", 1)
         Parallelism(**{**fields, "data": data})
         numbers = ", ".join([f"{name}={value}" for name, value in fields.items()])
         count_text = " or ".join(map(str, counts))
-        return rejected_text(
+        return rejected_reason(
             f"no plan of {count_text} devices and {batch} samples has {numbers}", None
         )
+
+    def _why_left_out(self, plan: Parallelism) -> str:
+        """Return why a plan is not the first one, although it is not slower."""
+        known = {estimate.plan: estimate for estimate in self.estimates}
+        if plan in known and known[plan].program is not None:
+            return "the goal of the search is not its time"
+        for name, values in self.choices.items():
+            value = vars(plan)[name]
+            if value not in values:
+                return f"{name}={value} is none of the values that it tried"
+        return "the search prunes by formulas, and did not cost its program"
 
     def to_dict(self, *, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
         """Return all numbers of the plans, for a file of JSON.
@@ -217,6 +241,13 @@ class Plans(Tabular):
 
 
 # -- the search ------------------------------------------------------------------------------------
+
+Progress = Callable[[str], None]
+"""A function that is called with what a search does, in words."""
+
+
+def _ignore(_: str) -> None:
+    """Do nothing with it."""
 
 
 def search(
@@ -230,6 +261,7 @@ def search(
     loss: Loss | None = None,
     blocks: str | None = None,
     goal: Literal["time", "cost", "memory"] = "time",
+    progress: Progress = _ignore,
     **constraints: Any,
 ) -> Plans:
     """Rank the plans of training a model with repeated layers.
@@ -244,11 +276,12 @@ def search(
         cluster: the machine: see `fs.plan.cluster`.
         global_batch: samples of a step, on all devices.
         optimizer: of `fs.optim`.
-        loss: of the output and the batch. Default: `output.loss` for a dict, else the cross-entropy
-            of logits and labels.
+        loss: of the output and the batch. Default: for a dict the output, or its `loss`; else the
+            cross-entropy of logits and labels.
         blocks: path of the repeated layers; default: the longest `ModuleList`.
         goal: the best plan has the least "time" of a step, "cost", which is time by devices, or
             "memory" of a device.
+        progress: is called with what the search does, in words.
         constraints: fields of `Parallelism` with a value, or several: pipeline=8, rows=(1, 2).
 
     Raises:
@@ -273,24 +306,25 @@ def search(
         candidates(layered.layers, count, global_batch, choices, cluster) for count in counts
     ]
     tracer = LayerTracer(layered, cluster)
-    fitting, rejected, tried = _sorted_out(chain.from_iterable(of_each_count), tracer)
+    fitting, rejected, tried = _sorted_out(chain.from_iterable(of_each_count), tracer, progress)
+    advised = "".join([f" {text}." for text in advice(counts[0], global_batch, cluster)])
     if not tried:
         options = ", ".join(f"{name}={x!r}" for name, x in constraints.items()) or "any option"
         raise PlanError(
             f"plan.search: sizes must divide {numbers} devices, {layered.layers} layers and a "
             f"global batch of {global_batch}; no plan with {options} does. Divisors: "
-            f"{divisors_text(counts, layered.layers, global_batch)}."
+            f"{divisors_text(counts, layered.layers, global_batch)}.{advised}"
         )
 
     ranked_before, ranked = GOALS[goal]
     simulated, passing_memory = _simulated(sorted(fitting, key=ranked_before))
     rejected += passing_memory
     distinct, stages = _distinct_programs(simulated)
-    estimates, passing_memory = _by_programs(distinct, ranked)
+    estimates, passing_memory = _by_programs(distinct, ranked, progress, tried)
     rejected += passing_memory
     if not estimates:
         raise _nothing_fits(rejected, numbers)
-    return Plans(estimates, _listed(rejected), tried, stages)
+    return Plans(estimates, _listed(rejected), tried, stages, choices)
 
 
 def _counts(devices: int | Sequence[int], global_batch: int) -> tuple[int, ...]:
@@ -317,7 +351,9 @@ class _Sorted(NamedTuple):
     tried: int
 
 
-def _sorted_out(tried: Iterable[Candidate], tracer: LayerTracer) -> _Sorted:
+def _sorted_out(
+    tried: Iterable[Candidate], tracer: LayerTracer, progress: Progress = _ignore
+) -> _Sorted:
     """Reject the candidates that do not divide, cannot run, or do not fit by their least memory."""
     fitting = list[PlanEstimate]()
     rejected = list[RejectedPlan]()
@@ -329,6 +365,7 @@ def _sorted_out(tried: Iterable[Candidate], tracer: LayerTracer) -> _Sorted:
             rejected.append(RejectedPlan(plan, reason, divided))
             continue
         count += 1
+        progress(f"tried {count:,} layouts")
         estimate = PlanEstimate(plan, tracer, by_formula=True)
         if error := _trace_error(estimate, errors):
             rejected.append(RejectedPlan(plan, error, "program"))
@@ -403,7 +440,7 @@ def _distinct_programs(
 
 
 def _by_programs(
-    estimates: Sequence[PlanEstimate], ranked: Key
+    estimates: Sequence[PlanEstimate], ranked: Key, progress: Progress = _ignore, tried: int = 0
 ) -> tuple[list[PlanEstimate], list[RejectedPlan]]:
     """Return the estimates, the best ones by the cost of their programs, and those that do not fit.
 
@@ -420,6 +457,8 @@ def _by_programs(
         size = 0 if by_formula.is_known else by_formula.program_size
         if is_shown and size <= min(left, LONGEST_PROGRAM):
             left -= size
+            place = f"{len(ahead) + 1} of {min(SHOWN, len(estimates))}"
+            progress(f"tried {tried:,} layouts; costing {place} by their programs")
             estimate = replace(by_formula, by_formula=False)
             if error := _error_of(partial(_run_program, estimate)):
                 rejected.append(RejectedPlan(estimate.plan, error, "program"))
@@ -439,11 +478,11 @@ def _listed(rejected: Sequence[RejectedPlan]) -> list[RejectedPlan]:
     """Return the rejected plans to list: the nearest ones, of each kind of reason in turn.
 
     So a dozen plans that do not fit hide neither an error of a program nor a number that does not
-    divide. Of several plans with one reason only the nearest is listed.
+    divide. Of several plans whose reasons differ in numbers alone only the nearest is listed.
     """
     nearest = dict[str, RejectedPlan]()
     for plan in sorted(rejected, key=lambda plan: plan.peak):
-        nearest.setdefault(plan.reason, plan)
+        nearest.setdefault(re.sub("[0-9.,]+", "0", plan.reason), plan)
     by_kind = dict[Kind, list[RejectedPlan]]()
     for kind in KINDS:
         by_kind[kind] = [plan for plan in nearest.values() if plan.kind == kind]

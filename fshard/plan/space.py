@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
+from math import gcd, prod
 from typing import Any, Literal, NamedTuple
 
 from fshard.errors import PlanError
@@ -249,6 +249,28 @@ def _chunks(schedule: str, sizes: Parallelism, choices: Choices) -> list[int]:
     else:
         legal = (2,)
     return [chunks for chunks in choices.get("chunks", legal) if chunks in legal]
+
+
+def advice(devices: int, batch: int, cluster: Cluster) -> list[str]:
+    """Return which numbers of a run to change, since few layouts divide them.
+
+    >>> from fshard.plan.cluster import cluster
+    >>> advice(8, 7, cluster("h100", node=8))
+    ['7 samples and 8 devices have no common divisor: change global_batch or devices']
+    """
+    texts = list[str]()
+    node = cluster.links[0].devices
+    if node and devices > node and devices % node:
+        texts.append(
+            f"{devices:,} devices are {devices / node:.3g} nodes of {node}: "
+            f"change devices to a multiple of {node}, or node"
+        )
+    if devices > 1 and batch > 1 and gcd(devices, batch) == 1:
+        texts.append(
+            f"{batch:,} samples and {devices:,} devices have no common divisor: "
+            "change global_batch or devices"
+        )
+    return texts
 
 
 def divisors_text(devices: Sequence[int], layers: int, batch: int) -> str:

@@ -10,7 +10,8 @@ an order of units.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -70,6 +71,18 @@ class Operation(NamedTuple):
     flops: int
     traffic: int
     memory: tuple[int, ...] = ()
+
+
+def dtype_of_products(operations: Iterable[Operation]) -> str:
+    """Return the dtype of most operations of products: peaks differ by it.
+
+    >>> dtype_of_products([Operation("mm", "", "bf16", 8, 4), Operation("mm", "", "f32", 2, 4)])
+    'bf16'
+    """
+    flops = Counter[str]()
+    for event in operations:
+        flops[event.dtype] += event.flops
+    return max(flops, key=lambda name: flops[name], default="f32")
 
 
 class CollectiveStart(NamedTuple):

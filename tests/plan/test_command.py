@@ -124,6 +124,26 @@ def test_why_names_the_terms_or_the_reason(capsys, config):
         assert expected in text
 
 
+@pytest.mark.parametrize("goal", ["time", "memory"])
+def test_numbers_of_why_are_the_terms_of_both_plans_and_sum_to_the_whole(
+    capsys, config, tmp_path, goal
+):
+    out = tmp_path / "plans.json"
+    words = ["--why", "tensor=4,zero_stage=0", "--why", "zero_stage=3,tensor=1,recompute=full"]
+    options = ["--rows", "2", "--pipeline", "1", "--goal", goal, "--json", out]
+    status, text, _ = plan(capsys, config, *options, *words)
+    assert status == 0
+    for why in json.loads(out.read_text())["why"]:
+        assert why["text"] in text
+        for unit, whole in (("ms", "step"), ("GB", "peak")):
+            *terms, total = [row for row in why["numbers"] if row["unit"] == unit]
+            assert total["name"] == whole
+            for side in ("best", "other"):
+                assert sum([row[side] for row in terms]) == pytest.approx(total[side])
+        for row in why["numbers"]:
+            assert f"\n{row['name']:22}" in why["text"]
+
+
 def test_why_of_a_layout_that_does_not_fit_has_its_bytes(capsys, tmp_path):
     large = {**CONFIG, "hidden_size": 8192, "intermediate_size": 32768, "num_hidden_layers": 32}
     path = tmp_path / "config.json"
@@ -137,6 +157,25 @@ def test_why_of_a_layout_that_does_not_fit_has_its_bytes(capsys, tmp_path):
 
 
 # -- what is wrong ---------------------------------------------------------------------------------
+
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 9}
+
+
+def test_more_tokens_than_positions_are_one_line(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**GPT2, "n_positions": 8}))
+    result = plan(capsys, path, "--sequence", "16")
+    _assert_one_line(result)
+    assert "at most 8, the positions that have an embedding; got 16" in result[2]
+
+
+def test_numbers_of_plans_are_no_recording(capsys, tmp_path):
+    path = tmp_path / "plans.json"
+    path.write_text(json.dumps({"plans": []}))
+    result = run(capsys, "explore", path, "-o", tmp_path / "plan.html")
+    _assert_one_line(result)
+    assert "fshard plan -o" in result[2]
+
 
 CONFIGS = {
     "nothing": "",

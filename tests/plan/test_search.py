@@ -185,6 +185,51 @@ def test_the_plan_with_the_least_memory_is_that_of_all_legal_plans():
     assert len(peaks) > SIMULATED and plans[0].peak == min(peaks)
 
 
+def test_why_of_a_layout_that_is_not_slower_says_what_left_it_out():
+    options = {"devices": 8, "cluster": H100, "global_batch": 64, "optimizer": ADAMW}
+    options |= {"pipeline": 1, "recompute": "never"}
+    slow = search(SMALL, **options, tensor=8, rows=1)
+    fast = search(SMALL, **options, tensor=(1, 8), rows=8)[0].plan
+    assert "rows=8 is none of the values that it tried" in slow.why(fast)
+
+    # The search has it among its values, but none of its plans: its formulas pruned it.
+    pruned = replace(slow, choices={**slow.choices, "tensor": (1, 8), "rows": (1, 8)})
+    assert "the search prunes by formulas, and did not cost its program" in pruned.why(fast)
+
+
+@pytest.mark.parametrize("attention", ["fused", "formula", "recomputed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_operations_of_the_model_are_three_forwards_and_of_the_peak_of_their_dtype(
+    attention, dtype
+):
+    """The oracle is 6 operations for a parameter and a token, and attention of the pairs that a
+    kernel computes; no utilization is above 1.
+    """
+    model = replace(SMALL, attention=attention, dtype=dtype, layers=2)
+    plan = PlanEstimate(Parallelism(data=2, rows=8), tracer(model), by_formula=True)
+    tokens = 16 * model.sequence
+    products = 6 * (model.parameters - model.vocab * model.hidden) * tokens
+    pairs = model.sequence / 2 if attention == "fused" else model.sequence
+    expected = products + 12 * model.layers * model.hidden * pairs * tokens
+    assert plan.model_flops == pytest.approx(expected, rel=2e-3)  # norms have parameters too
+
+    peak = H100.flops["bf16" if dtype == torch.bfloat16 else "f32"]
+    assert plan.utilization() == plan.model_flops / (plan.seconds * 2 * peak) < 1
+
+
+def test_errors_of_machines_are_those_of_the_measure():
+    """Published runs are of GPUs and programs: neither of CPUs nor of formulas."""
+    options = {"devices": 1, "global_batch": 2, "optimizer": ADAMW, "rows": 2, "recompute": "never"}
+    for machine in (H100, cluster("cpu")):
+        plans = search(SMALL, cluster=machine, **options)
+        text = str(plans.table().caption)
+        assert "±" not in str(plans) and "all by formulas (~)" in text and "0.4 to 1.4" in text
+        costed = replace(plans, estimates=[replace(x, by_formula=False) for x in plans])
+        assert ("±" in str(costed)) == (machine is H100)
+        assert "~" not in str(costed)
+        assert "all by the cost of their programs" in str(costed.table().caption)
+
+
 class Model(nn.Module):
     """Layers under a path, between two ends."""
 
@@ -292,6 +337,60 @@ def test_plans_are_saved_scaled_and_boosted(tmp_path):
     assert booster.step(state, batch)[1]["loss"] < first["loss"]
     with pytest.raises(ValueError, match='recompute must be "never", or "full" in stages'):
         fs.HybridParallelPlugin(replace(plan, pipeline=1), blocks="inner.layers")
+
+
+class WithLoss(Model):
+    """A model that returns its loss."""
+
+    def forward(self, x, labels):
+        return (super().forward(x) - labels).square().mean()
+
+
+class WithLogits(Model):
+    """A model that takes its labels, and does not use them."""
+
+    def forward(self, x, labels):
+        return super().forward(x)
+
+
+def test_a_module_that_returns_its_loss_takes_a_dict():
+    x, labels = torch.ones(2, 8), torch.zeros(2, 4)
+    options = {"devices": 2, "cluster": H100, "global_batch": 8, "optimizer": optim.sgd(0.1)}
+    options |= {"tensor": 1, "pipeline": 1}
+    plans = search(WithLoss(), {"x": x, "labels": labels}, **options)
+    same = search(
+        Model(), (x, labels), loss=lambda y, batch: (y - batch[1]).square().mean(), **options
+    )
+    assert plans[0].model_flops == same[0].model_flops and plans[0].plan == same[0].plan
+
+    with pytest.raises(PlanError, match=r"batch must be a dict .* called with x, labels.* Write"):
+        search(WithLoss(), (x, labels), **options)
+    with pytest.raises(PlanError, match=r"arguments of the model, x, labels; got x, y: "):
+        search(WithLoss(), {"x": x, "y": labels}, **options)
+    with pytest.raises(PlanError, match=r"must be a loss of one element, or have one.* Give loss="):
+        search(WithLogits(), {"x": x, "labels": labels}, **options)
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "expected"),
+    [
+        (12, 48, "12 devices are 1.5 nodes of 8: change devices to a multiple of 8, or node"),
+        (8, 7, "7 samples and 8 devices have no common divisor: change global_batch or devices"),
+        (8, 16, None),
+        (16, 8, None),
+    ],
+)
+def test_tables_and_errors_name_the_numbers_to_change(devices, batch, expected):
+    options = {"devices": devices, "global_batch": batch, "optimizer": ADAMW, "rows": 1}
+    options |= {"cluster": H100, "schedule": "1f1b", "recompute": "never", "zero_stage": 0}
+    caption = str(search(SMALL, **options, sequence=1).table().caption)
+    if expected is None:
+        assert "change" not in caption
+        return
+    assert expected in caption
+    with pytest.raises(PlanError) as caught:
+        search(SMALL, **options, data=5)
+    assert expected in str(caught.value)
 
 
 SIX_HEADS = replace(SMALL, hidden=384, heads=6, kv_heads=6)

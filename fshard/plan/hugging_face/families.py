@@ -436,6 +436,7 @@ def fields_of_config(config: Mapping[str, Any], sequence: int | None) -> Fields:
         reader.refuse("n_shared_experts", 0, reason="it must have a model_type")
     if not reader.errors:
         _validate_heads(fields, reader.errors)
+        _validate_positions(reader, fields, sequence)
     if reader.errors:
         raise PlanError(f"plan: config.json of {name}: {'; '.join(reader.errors)}.")
     if reader.differences:
@@ -501,6 +502,17 @@ def longest_sequence(c: ConfigReader) -> int:
 
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+def _validate_positions(c: ConfigReader, fields: Fields, sequence: int | None) -> None:
+    """Refuse more tokens than there are embeddings of positions."""
+    if not fields.get("positions") or sequence is None:
+        return
+    most = longest_sequence(c)
+    if sequence > most:
+        c.errors.append(
+            f"sequence must be at most {most}, the positions that have an embedding; got {sequence}"
+        )
 
 
 def _validate_heads(fields: Fields, errors: list[str]) -> None:

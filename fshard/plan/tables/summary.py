@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from fshard.errors import PlanError
 from fshard.parallelism.value import Parallelism
+from fshard.plan.cluster import PRESETS, cluster
 from fshard.plan.estimate import PlanEstimate
-from fshard.plan.space import RejectedPlan
+from fshard.plan.space import RejectedPlan, advice
 from fshard.plan.tables.layout import layout_text, options_text, sizes_text
 
 if TYPE_CHECKING:  # it is imported where a table is shown
@@ -26,7 +27,12 @@ SHOWN = 10
 TIME_ERROR = 0.12
 """The part of a time by which a machine may differ from it."""
 
-DEFINITION = "MFU: operations of the model, none recomputed, of the peak in bfloat16"
+FORMULA_ERROR = "0.4 to 1.4 times the time and 0.5 to 1.6 times the memory of drawn programs"
+"""The range of formulas alone, of which a "~" is: see the guide."""
+
+DEFINITION = (
+    "MFU: operations of the model, none recomputed, of the peak in the dtype of its products"
+)
 """The one definition of model flops utilization: see `PlanEstimate.model_flops`."""
 
 HOURS_OF_DAY = 24
@@ -130,12 +136,19 @@ def plans_table(
         else:
             table.add_row(*cells, remarks[number])
 
-    best = f"The best {len(shown)} of {tried:,} plans"
+    best = f"The best {len(shown)}"
     if has_several_counts:
-        best = f"The best plan of each number of devices, of {tried:,}"
-    head = f"{best}, by the cost of their programs, of {len(estimates)} that fit."
+        best = "The best plan of each number of devices"
+    head = [f"{best}, of {tried:,} plans that were tried. {_counts_text(estimates)}"]
     if any([estimates[number].program is None for number in shown]):
-        head += " ~: by formulas, since the program is too long to run in a search."
+        head.append(f"~: by formulas, which were {FORMULA_ERROR}.")
+    if not has_several_counts:
+        first = estimates[0]
+        head += [
+            f"{text}."
+            for text in advice(first.plan.devices, first.plan.rows_of_step, first.cluster)
+        ]
+    head += _definitions([estimates[number] for number in shown])
     table.caption = _caption(head, rejected)
     table.caption_justify = "left"
     return table
@@ -145,8 +158,12 @@ def _numbers(estimate: PlanEstimate, training: Training) -> list[str]:
     """Return the cells of time, speed, days, cost, utilization and memory."""
     seconds = estimate.seconds
     speed = estimate.tokens_per_second
-    by_formula = "~" if estimate.program is None else ""
-    cells = [f"{by_formula}{seconds:.3g} ± {TIME_ERROR * seconds:.1g}"]
+    if estimate.program is None:  # the caption has the error of formulas
+        cells = [f"~{seconds:.3g}"]
+    elif has_measured_error(estimate):
+        cells = [f"{seconds:.3g} ± {TIME_ERROR * seconds:.1g}"]
+    else:
+        cells = [f"{seconds:.3g}"]
     cells.append("" if speed is None else short(speed))
     days = training.days(estimate)
     price = training.cost(estimate)
@@ -171,13 +188,41 @@ def _title(first: PlanEstimate, has_several_counts: bool) -> str:
     return f"{model.parameters:,} parameters on {devices}{memory}, {samples} a step"
 
 
-def _caption(head: str, rejected: Sequence[RejectedPlan]) -> str:
+def has_measured_error(estimate: PlanEstimate) -> bool:
+    """Return True if there are published runs, which show by how much a time differs.
+
+    They are of GPUs, by the efficiencies that the presets have.
+    """
+    machine = estimate.cluster
+    is_gpu = machine.name in PRESETS and machine.name != "cpu"
+    return is_gpu and machine.efficiency == cluster(machine.name).efficiency
+
+
+def _counts_text(estimates: Sequence[PlanEstimate]) -> str:
+    """Return how many plans formulas have kept, and by what these are costed."""
+    costed = len([estimate for estimate in estimates if estimate.program is not None])
+    kept = f"Formulas kept {len(estimates):,} of those that fit"
+    by_formula = len(estimates) - costed
+    if not costed:
+        return f"{kept}, all by formulas (~)."
+    if not by_formula:
+        return f"{kept}, all by the cost of their programs."
+    return f"{kept}: {costed:,} by the cost of their programs, {by_formula:,} by formulas (~)."
+
+
+def _definitions(shown: Sequence[PlanEstimate]) -> list[str]:
+    """Return what the columns are."""
+    options = "Options: ZeRO, microbatches x samples of each, schedule, recomputation."
+    lines = [f"{options} {DEFINITION}, {shown[0].dtype}."]
+    if any([x.program is not None and has_measured_error(x) for x in shown]):
+        error = f"{100 * TIME_ERROR:.0f} %"
+        lines.append(f"±: published runs took a time within {error} of the predicted one.")
+    return lines
+
+
+def _caption(head: Sequence[str], rejected: Sequence[RejectedPlan]) -> str:
     """Return what the numbers are, and the plans that were rejected, one a line."""
-    lines = [
-        head,
-        f"Options: ZeRO, microbatches x samples of each, schedule, recomputation. {DEFINITION}.",
-        f"±: published runs took a time within {100 * TIME_ERROR:.0f} % of the predicted one.",
-    ]
+    lines = [*head]
     if rejected:
         lines += ["", "Rejected:"]
     for plan in rejected:
@@ -223,6 +268,8 @@ def plans_dict(
     first = estimates[0]
     model = first.tracer.model
     machine = first.cluster
+    peak = machine.peak(first.dtype)
+    error = TIME_ERROR if has_measured_error(first) else None
     return {
         "model": {
             "parameters": model.parameters,
@@ -230,9 +277,9 @@ def plans_dict(
             "tokens_of_a_sample": model.tokens,
             "flops_of_a_step": first.model_flops,
         },
-        "machine": {"name": machine.name, "memory": machine.memory, "peak": machine.peak("bf16")},
+        "machine": {"name": machine.name, "memory": machine.memory, "peak": peak},
         "global_batch": first.plan.rows_of_step,
-        "time_error": TIME_ERROR,
+        "time_error": error,
         "mfu": DEFINITION,
         "tried": tried,
         "plans": [_plan_dict(estimate, training) for estimate in estimates],

@@ -1,8 +1,9 @@
-"""`why_text`: the terms by which a layout is slower than the best one, or why it is rejected."""
+"""`Reason`: the terms by which a layout is slower than the best one, or why it is rejected."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from fshard.plan.estimate import PlanEstimate
 from fshard.plan.tables.layout import layout_text
@@ -21,18 +22,34 @@ class ComparedNumber(NamedTuple):
         return f"{self.name:22}{self.best:14,.2f}{self.other:14,.2f}{more:+14,.2f} {self.unit}"
 
 
-def slower_text(best: PlanEstimate, other: PlanEstimate) -> str:
-    """Return the seconds and bytes of two plans by term, and the term by which one loses."""
-    rows = list[ComparedNumber]()
-    for name, seconds in other.terms.items():
-        rows.append(ComparedNumber(name, 1e3 * best.terms.get(name, 0.0), 1e3 * seconds, "ms"))
-    largest = max(rows, key=lambda row: row.other - row.best)
-    rows.append(ComparedNumber("step", 1e3 * best.seconds, 1e3 * other.seconds, "ms"))
-    rows.append(ComparedNumber("operations", best.flops / 1e15, other.flops / 1e15, "PFLOP"))
-    sizes = best.memory()
-    for name, size in other.memory().items():
-        rows.append(ComparedNumber(name, sizes.get(name, 0) / 1e9, size / 1e9, "GB"))
-    rows.append(ComparedNumber("peak", best.peak / 1e9, other.peak / 1e9, "GB"))
+class Reason(NamedTuple):
+    """Why a layout is not the best: as text, and the numbers of both plans that the text has."""
+
+    text: str
+    numbers: list[ComparedNumber]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return both for a file of JSON."""
+        return {"text": self.text, "numbers": [row._asdict() for row in self.numbers]}
+
+
+def slower_reason(best: PlanEstimate, other: PlanEstimate, left_out: str) -> Reason:
+    """Return the seconds and bytes of two plans by term, and the term by which one loses.
+
+    Args:
+        best: the first plan of a search.
+        other: the one that is compared.
+        left_out: why the search does not have it first, if it is not slower.
+    """
+    terms = _compared(best.terms, other.terms, 1e3, "ms")
+    largest = max(terms, key=lambda row: row.other - row.best)
+    numbers = [
+        *terms,
+        ComparedNumber("step", 1e3 * best.seconds, 1e3 * other.seconds, "ms"),
+        ComparedNumber("operations", best.flops / 1e15, other.flops / 1e15, "PFLOP"),
+        *_compared(best.memory(), other.memory(), 1e-9, "GB"),
+        ComparedNumber("peak", best.peak / 1e9, other.peak / 1e9, "GB"),
+    ]
 
     ratio = other.seconds / best.seconds
     if ratio > 1 + 1e-6:
@@ -41,19 +58,31 @@ def slower_text(best: PlanEstimate, other: PlanEstimate) -> str:
     elif other.plan == best.plan:
         head = "is the best plan."
     else:
-        head = "is as fast as the best plan of the search, or faster: its constraints left it out."
+        head = f"is as fast as the best plan of the search, or faster: {left_out}."
     lines = [f"{layout_text(other.plan)} {head}", f"The best: {layout_text(best.plan)}."]
     lines.append(f"{'':22}{'best':>14}{'this':>14}{'more':>14}")
-    return "\n".join([*lines, *[str(row).rstrip() for row in rows], *other.notes])
+    text = "\n".join([*lines, *[str(row).rstrip() for row in numbers], *other.notes])
+    return Reason(text, numbers)
 
 
-def rejected_text(reason: str, nearest: PlanEstimate | None) -> str:
+def _compared(
+    best: Mapping[str, float], other: Mapping[str, float], factor: float, unit: str
+) -> list[ComparedNumber]:
+    """Return the terms of two plans; one that only one of them has is 0 in the other."""
+    rows = list[ComparedNumber]()
+    for name in {**best, **other}:
+        x, y = best.get(name, 0.0), other.get(name, 0.0)
+        rows.append(ComparedNumber(name, factor * x, factor * y, unit))
+    return rows
+
+
+def rejected_reason(reason: str, nearest: PlanEstimate | None) -> Reason:
     """Return why a layout is rejected; of one that does not fit, the bytes by purpose too."""
     if nearest is None:
-        return f"The layout is rejected: {reason.rstrip('.')}."
+        return Reason(f"The layout is rejected: {reason.rstrip('.')}.", [])
     lines = [f"{layout_text(nearest.plan)} is rejected: {reason.rstrip('.')}."]
     for name, size in nearest.memory().items():
         lines.append(f"{name:22}{size / 1e9:14,.2f} GB")
     lines.append(f"{'peak':22}{nearest.peak / 1e9:14,.2f} GB")
     lines.append(f"{'memory of a device':22}{nearest.cluster.memory / 1e9:14,.2f} GB")
-    return "\n".join(lines)
+    return Reason("\n".join(lines), [])
