@@ -1075,7 +1075,88 @@ def sparse_gradients(rank, world):
     return model, loss, ids, lambda: (opt.step(), opt.zero_grad())
 
 
+# -- gradients that nobody reduces, which changes do not show --------------------------------------
+
+
+class BySigns(torch.optim.Optimizer):
+    """Changes each element by the rate, whatever the size of its gradient."""
+
+    def __init__(self, params, sends):
+        super().__init__(params, {})
+        self.sends = sends
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.sends(p.grad)
+            p.data -= 1e-3 * p.grad.sign()
+
+
+def sends_a_number(grad):
+    dist.all_reduce(torch.ones(1))
+
+
+def large_gradients(
+    rank, world, *, optimizer=partial(torch.optim.Adam, lr=1e-3), width=6, then=None, mode="plain"
+):
+    """Gradients of one sign and about one size on all ranks: Adam makes equal changes of them."""
+    torch.manual_seed(0)
+    model = nn.Linear(width, 1, bias=False)
+    x = (torch.rand(8, width) + 0.1).chunk(world)[rank]
+    opt = optimizer(model.parameters())
+    wrapped = model if mode == "plain" else DDP(model)
+
+    def loss(_, x):
+        if mode != "no_sync":
+            return (model(x) - 1e6).square().mean()
+        with wrapped.no_sync():
+            value = (wrapped(x) - 1e6).square().mean()
+            value.backward()
+        return value
+
+    def step():
+        opt.step()
+        opt.zero_grad()
+        if then is not None:
+            then(model, world)
+
+    return wrapped, loss, x, step
+
+
+def sends_its_loss(model, world):
+    dist.all_reduce(torch.ones(1))
+
+
+def averages_parameters(model, world):
+    for p in model.parameters():
+        dist.all_reduce(p.data)
+        p.data /= world
+
+
+def zero_of_adam(params):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=1e-3)
+
+
+UNREDUCED = {
+    "Adam": {},
+    "AdamW": {"optimizer": partial(torch.optim.AdamW, lr=1e-3)},
+    "one element": {"width": 1},
+    "the model inside of DistributedDataParallel": {"mode": "inside"},
+    "no_sync": {"mode": "no_sync"},
+    "step() sends a number": {"then": sends_its_loss},
+    "parameters are averaged": {"then": averages_parameters},
+    "ZeroRedundancyOptimizer alone": {"optimizer": zero_of_adam},
+    "an optimizer sends a number": {"optimizer": partial(BySigns, sends=sends_a_number)},
+}
+
+
 RIGHT = {
+    "reduced by an optimizer of its own": (
+        partial(large_gradients, optimizer=partial(BySigns, sends=dist.all_reduce)),
+        {"data": 2},
+        {},
+    ),
     "fshard 1": (partial(by_fshard, stage=1), {"data": 2}, {}),
     "fshard 3": (by_fshard, {"data": 4}, {}),
     "ddp": (ddp, {"data": 2}, {}),

@@ -38,6 +38,15 @@ def test_published_mistakes_are_found(certified, name):
         certificate.check()
 
 
+@pytest.mark.parametrize("name", programs.UNREDUCED)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_equal_changes_prove_no_reduction(certified, name, steps):
+    program = partial(programs.large_gradients, **programs.UNREDUCED[name])
+    certificate = certified(program, {"data": 2}, steps=steps, check=False)
+    assert certificate.first.verdict == "DIVERGENT" and certificate.first.step == 0
+    assert "it is not reduced along data" in certificate.first.reason
+
+
 def test_several_meshes_and_wrappers_of_names(certified):
     certificate = certified(ddp, [{"data": 2}, {"data": 4}], steps=1)
     assert [row.stage for row in certificate.rows] == ["data=2"] * 5 + ["data=4"] * 5

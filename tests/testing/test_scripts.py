@@ -101,6 +101,36 @@ for (x,) in DataLoader(data, 4, sampler=sampler):
 """
 
 
+LARGE = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.rand(16, 6) + 0.1)
+model = DistributedDataParallel(nn.Linear(6, 1, bias=False))
+called = model if "right" in sys.argv else model.module
+opt = torch.optim.Adam(model.parameters(), 1e-3)
+for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False)):
+    opt.zero_grad()
+    (called(x) - 1e6).square().mean().backward()
+    dist.all_reduce(torch.ones(1))
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_equal_changes_of_a_script_prove_no_reduction(tmp_path, steps):
+    file = tmp_path / "train.py"
+    file.write_text(LARGE)
+    assert certify_script(file, DATA, ["right"], steps=steps).ok
+    first = certify_script(file, DATA, ["module"], steps=steps).first
+    assert first is not None and "it is not reduced along data" in first.reason
+
+
 def loaded(tmp_path, *arguments, **options):
     file = tmp_path / "train.py"
     file.write_text(LOADED)

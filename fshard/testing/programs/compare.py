@@ -362,28 +362,48 @@ class _RunPair(NamedTuple):
     ) -> tuple[Comparison, Comparison | None]:
         """Describe the cause if ranks have their own gradients: they are not reduced.
 
-        If `step()` reduces them, or parameters, the result of it is judged instead.
+        If `step()` reduces them, or parameters, the result of it is judged instead. Equal changes
+        alone prove nothing: those of Adam hardly depend on the size of a gradient.
         """
         scale = self._scale_of_sum(gradient)
         if scale is None:
             return gradient, given
         cause = self._unreduced_text(scale, gradient)
-        is_given_local = given is None or self._is_local(given)
-        if change.is_within_bound():
-            given = None if is_given_local else given
-            return gradient._replace(shards=None, full=None, note=_REDUCED_LATER), given
+        is_sent = self._is_sent_in_step(gradient)
+        if given is None:
+            if is_sent:
+                return _judged_later(gradient), None
+            return gradient._replace(cause=cause), None
 
-        has_sends = any(
-            gradient.step < len(rank.sends_in_step) and rank.sends_in_step[gradient.step]
-            for rank in self.ranks
-        )
-        if not has_sends and is_given_local:
+        if not self._is_local(given):
+            return _judged_later(gradient), given
+        if not is_sent:
             return gradient._replace(cause=cause), given
-        if given is not None and is_given_local:
-            scale_of_given = self._scale_of_sum(given)
-            if scale_of_given is not None:
-                given = given._replace(cause=self._unreduced_text(scale_of_given, given))
-        return gradient._replace(shards=None, full=None, note=_REDUCED_LATER), given
+        is_reduced_later = gradient.leaf in self._reduced_later(gradient.step)
+        if is_reduced_later and change.is_within_bound():
+            return _judged_later(gradient), None
+        scale_of_given = self._scale_of_sum(given)
+        if scale_of_given is not None:
+            given = given._replace(cause=self._unreduced_text(scale_of_given, given))
+        return _judged_later(gradient), given
+
+    def _is_sent_in_step(self, gradient: Comparison) -> bool:
+        """Return True if `step()` sends as many elements as a gradient has, on all its ranks."""
+        assert gradient.shards is not None
+        by_rank = zip(gradient.shards.devices, gradient.shards.shards, strict=True)
+        for rank, x in by_rank:
+            sends = self.ranks[rank].sends_in_step
+            if gradient.step >= len(sends) or sends[gradient.step] < max(x.numel(), 1):
+                return False
+        return True
+
+    def _reduced_later(self, step: int) -> frozenset[str]:
+        """Return the parameters that `step()` may reduce after optimizers have them, on any rank."""
+        names: frozenset[str] = frozenset()
+        for rank in self.ranks:
+            if step < len(rank.reduced_later):
+                names |= rank.reduced_later[step]
+        return names
 
     def _groups(self, comparison: Comparison) -> list[tuple[int, list[Tensor]]]:
         """Return the shards of ranks that have the same elements, with the first rank of each."""
@@ -427,7 +447,7 @@ class _RunPair(NamedTuple):
         axes = " and ".join(self._axes_of_differences(gradient))
         return (
             f"differs along {axes}, where the {what} over ranks is that of one process: it is not "
-            "reduced"
+            f"reduced along {axes}"
         )
 
     def _axes_of_differences(self, comparison: Comparison) -> list[str]:
@@ -450,6 +470,11 @@ class _RunPair(NamedTuple):
 
 _DIVIDED_LATER = "step() changes gradients; what the optimizer is given agrees"
 _REDUCED_LATER = "gradients are reduced in step(), after which the runs are compared"
+
+
+def _judged_later(gradient: Comparison) -> Comparison:
+    """Leave the judgement of ranks' own gradients to what comes later in the step."""
+    return gradient._replace(shards=None, full=None, note=_REDUCED_LATER)
 
 
 def _strict_for_multiples(gradient: Comparison | None) -> Comparison | None:

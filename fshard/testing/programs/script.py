@@ -485,6 +485,8 @@ def _first_steps(record: RankRecord, number: int) -> RankRecord:
         given=record.given[:number],
         kept=record.kept[:number],
         backwards=record.backwards[:number],
+        sends_in_step=record.sends_in_step[:number],
+        reduced_later=record.reduced_later[:number],
     )
 
 
