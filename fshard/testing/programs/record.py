@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -27,6 +28,7 @@ from fshard.testing.programs.parameters import (
     gathered,
     has_flat_parameters,
     named_parameters,
+    sync_hint,
     tied_names,
 )
 from fshard.testing.programs.precision import (
@@ -71,6 +73,7 @@ class RankRecord(NamedTuple):
         rounded_in: those of other tensors.
         sent_in: those of tensors that are sent.
         sends_in_step: the number of elements that `step()` has sent, in each step.
+        sync_hint: where a reduction by a wrapper of the model may have been lost.
         reduced_later: the parameters that `step()` has changed after an optimizer had, or that an
             optimizer has which communicates itself, in each step.
     """
@@ -90,6 +93,7 @@ class RankRecord(NamedTuple):
     rounded_in: frozenset[torch.dtype] = frozenset()
     sent_in: frozenset[torch.dtype] = frozenset()
     sends_in_step: Sequence[int] = ()
+    sync_hint: str = ""
     reduced_later: Sequence[frozenset[str]] = ()
 
     def batch(self, step: int) -> PyTree:
@@ -144,6 +148,7 @@ def record(
             _record_step(run, _copied(batch), result)
     return result._replace(
         order=run.uses.names(),
+        sync_hint=sync_hint(run.model),
         computed_in=frozenset(run.watch.in_forward | _dtypes_of(run.model, run.batches)),
         rounded_in=frozenset(run.watch.elsewhere),
         sent_in=frozenset(run.sends.dtypes),
@@ -220,13 +225,32 @@ def _begun(program: Program, axes: Mapping[str, int], steps: int, seed: int) -> 
         stack.enter_context(any_comm_hook())
         own_seed = 1000 * seed + rank  # so that what is not seeded by the program differs
         torch.manual_seed(own_seed)
-        model, loss_fn, batch, step = _parts(program(rank, world))
+        try:
+            result = program(rank, world)
+        except KeyError as error:
+            raise _without_axis(error, axes) from None
+        model, loss_fn, batch, step = _parts(result)
         batches = _batches_of(batch, steps)
         _widen_all(model, batches)
         return _BegunProgram(
             stack.pop_all(), watch, Uses(model), sends, own_seed, model, loss_fn, batches, step
         )
     raise AssertionError  # for the type checker: an ExitStack may swallow exceptions
+
+
+class MissingAxisError(PromiseError):
+    """A program asks its mesh for an axis that the command did not name."""
+
+
+def _without_axis(error: KeyError, axes: Mapping[str, int]) -> Exception:
+    """Return the error of a mesh that has no axis of a name; any other as it is."""
+    found = re.search(r"Invalid mesh_dim_names? (.*) specified", str(error))
+    asked = re.findall(r"\w+", found[1]) if found is not None else []
+    missing = [name for name in asked if name not in axes]
+    if not missing:
+        return error
+    axis = missing[0]
+    return MissingAxisError(f"the program asks for axis {axis!r}: add {axis}=1 to --mesh.")
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from fshard.testing.programs.parameters import (
     full_tensors,
     has_flat_parameters,
     named_parameters,
+    sync_hint,
     tied_names,
     unsharded,
     without_wrappers,
@@ -162,11 +163,13 @@ class Watcher:
         tied: dict[str, str] = {}
         order: list[str] = []
         dtypes: set[torch.dtype] = set()
+        hint = ""
         for prefix, module, uses in self._roots:
             named = named_parameters(module)
             frozen.update([prefix + name for name, x in named if not x.requires_grad])
             for name, first in tied_names(module).items():
                 tied[prefix + name] = prefix + first
+            hint = hint or sync_hint(module)
             order += [prefix + name for name in uses.names()]
             dtypes.update([x.dtype for _, x in named])
         kept = self._kept[:number]
@@ -184,6 +187,7 @@ class Watcher:
             kept=kept,
             frozen=frozenset(frozen),
             tied=tied,
+            sync_hint=hint,
             order=order,
             backwards=self._backwards[:number],
             computed_in=frozenset(self._mode.in_forward | low_dtypes),
