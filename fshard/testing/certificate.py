@@ -47,7 +47,7 @@ def first_of(rows: Sequence[CertificateRow]) -> CertificateRow | None:
     """Choose the row that fails first: in the first stage, at the first step.
 
     Of several leaves it is the first that diverges, else the first; a gradient is before a change,
-    and one whose reason is a cause before one that only says which element differs.
+    and one whose reason is a cause before one that only names an element.
     """
     failures = [row for row in rows if row.step is not None]
     if not failures:

@@ -33,7 +33,7 @@ def float64_by_default() -> Generator[None]:
 
 
 SOME_TIMES = "is that of one device, but "
-"""What the factors of some members are said after."""
+"""The words before the factors of some members."""
 
 
 class Shards(NamedTuple):

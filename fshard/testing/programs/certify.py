@@ -150,7 +150,7 @@ def _validate_picklable(program: Program) -> None:
     try:
         pickle.dumps(program)
     except (pickle.PicklingError, AttributeError, TypeError):
-        name = getattr(program, "__qualname__", repr(program))
+        name = repr(program)
         raise TypeError(
             "certify_program: a program must be a function at the top of a file, which other "
             f"processes import; got {name}. Move it there; functools.partial gives it arguments."

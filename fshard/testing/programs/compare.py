@@ -78,7 +78,7 @@ def _rows_of_equal_batches(
 
 
 def _with_common_cause(rows: list[CertificateRow]) -> list[CertificateRow]:
-    """Say once, in the first row, that the gradients of all leaves have the same factors on ranks."""
+    """Note once, in the first row, that the gradients of all leaves have the same factors on ranks."""
     failures = [row for row in rows if row.step is not None and row.leaf != "loss"]
     if len(failures) < 2 or len({row.reason for row in failures}) > 1:
         return rows
@@ -87,8 +87,8 @@ def _with_common_cause(rows: list[CertificateRow]) -> list[CertificateRow]:
         return rows
     text = "; all gradients have one factor per rank: does the norm for clipping differ?"
     number = rows.index(first)
-    said = first._replace(reason=first.reason + text)
-    return [*rows[:number], said, *rows[number + 1 :]]
+    noted = first._replace(reason=first.reason + text)
+    return [*rows[:number], noted, *rows[number + 1 :]]
 
 
 def notes_on(
@@ -416,7 +416,7 @@ class _RunPair(NamedTuple):
                 given = None
             elif given_scale is not None:
                 given = given._replace(cause=self._unreduced_text(given_scale, given))
-        # What comes later in the step is judged instead.
+        # Its result is judged instead, later in the step.
         return gradient._replace(shards=None, full=None, note=_REDUCED_LATER), given
 
     def _is_sent_in_step(self, gradient: Comparison) -> bool:

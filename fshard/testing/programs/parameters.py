@@ -174,9 +174,9 @@ def sync_hint(model: Any) -> str:
         return ""
     modules = [*model.modules()]
     # Without an import, which programs of other wrappers do not need.
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     for module in modules:
-        if not isinstance(module, kind):
+        if fsdp is None or not isinstance(module, fsdp.FSDPModule):
             continue
         for group in cast("Any", module)._get_fsdp_state()._fsdp_param_groups:
             if not group.reduce_grads:

@@ -239,14 +239,14 @@ def _begun(program: Program, axes: Mapping[str, int], steps: int, seed: int) -> 
 
 
 class MissingAxisError(PromiseError):
-    """A program asks its mesh for an axis that the command did not name."""
+    """A program needs an axis of its mesh that the command did not name."""
 
 
 def _without_axis(error: KeyError, axes: Mapping[str, int]) -> Exception:
     """Return the error of a mesh that has no axis of a name; any other as it is."""
     found = re.search(r"Invalid mesh_dim_names? (.*) specified", str(error))
-    asked = re.findall(r"\w+", found[1]) if found is not None else []
-    missing = [name for name in asked if name not in axes]
+    names = re.findall(r"\w+", found[1]) if found is not None else []
+    missing = [name for name in names if name not in axes]
     if not missing:
         return error
     axis = missing[0]

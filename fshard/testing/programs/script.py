@@ -258,11 +258,11 @@ def _error(script: Script, place: Place, error: BaseException, output: Path) -> 
 
 
 def _last_line(error: SystemExit, output: Path) -> str:
-    """Return the last line of what a script says when it exits: its text, or what it has written."""
-    said = str(error.code)
+    """Return the last line of a script that exits: of its text, or of its output."""
+    text = str(error.code)
     if isinstance(error.code, int):
-        said = output.read_text(errors="replace").strip() or said
-    return said.strip().splitlines()[-1]
+        text = output.read_text(errors="replace").strip() or text
+    return text.strip().splitlines()[-1]
 
 
 def _wait_for_others(place: Place) -> None:
