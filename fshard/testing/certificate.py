@@ -55,7 +55,8 @@ def first_of(rows: Sequence[CertificateRow]) -> CertificateRow | None:
     failures_of_stage = [row for row in failures if row.stage == failures[0].stage]
 
     def order(row: CertificateRow) -> tuple[int, bool, int, bool]:
-        has_no_cause = " first differs at " in row.reason
+        is_gradient = "gradient" in row.subject
+        has_no_cause = is_gradient and " first differs at " in row.reason
         return row.step or 0, row.verdict != "DIVERGENT", time_of(row.subject), has_no_cause
 
     return min(failures_of_stage, key=order)

@@ -87,8 +87,8 @@ def _with_common_cause(rows: list[CertificateRow]) -> list[CertificateRow]:
         return rows
     text = "; all gradients have one factor per rank: does the norm for clipping differ?"
     number = rows.index(first)
-    noted = first._replace(reason=first.reason + text)
-    return [*rows[:number], noted, *rows[number + 1 :]]
+    described = first._replace(reason=first.reason + text)
+    return [*rows[:number], described, *rows[number + 1 :]]
 
 
 def notes_on(
