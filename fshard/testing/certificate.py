@@ -43,11 +43,14 @@ def time_of(subject: str) -> int:
     return _TIMES.get(subject, len(_TIMES))
 
 
-def first_of(rows: Sequence[CertificateRow]) -> CertificateRow | None:
+def first_of(
+    rows: Sequence[CertificateRow], *, prefers_causes: bool = False
+) -> CertificateRow | None:
     """Choose the row that fails first: in the first stage, at the first step.
 
-    Of several leaves it is the first that diverges, else the first; a gradient is before a change,
-    and one whose reason is a cause before one that only names an element.
+    Of several leaves it is the first that diverges, else the first; a gradient is before a change.
+    With `prefers_causes` a gradient whose reason is a cause is before one that only names an
+    element.
     """
     failures = [row for row in rows if row.step is not None]
     if not failures:
@@ -55,8 +58,8 @@ def first_of(rows: Sequence[CertificateRow]) -> CertificateRow | None:
     failures_of_stage = [row for row in failures if row.stage == failures[0].stage]
 
     def order(row: CertificateRow) -> tuple[int, bool, int, bool]:
-        is_gradient = "gradient" in row.subject
-        has_no_cause = is_gradient and " first differs at " in row.reason
+        is_judged = prefers_causes and "gradient" in row.subject
+        has_no_cause = is_judged and " first differs at " in row.reason
         return row.step or 0, row.verdict != "DIVERGENT", time_of(row.subject), has_no_cause
 
     return min(failures_of_stage, key=order)
@@ -100,7 +103,7 @@ class Certificate(Tabular):
     @property
     def first(self) -> CertificateRow | None:
         """The row that fails first: see `first_of`."""
-        return first_of(self.rows)
+        return first_of(self.rows, prefers_causes=self.column == "mesh")
 
     def check(self) -> Certificate:
         """Raise an AssertionError with the table if any leaf is DIVERGENT or INCONCLUSIVE.

@@ -186,7 +186,7 @@ def judge(
         if row.step is None:
             row = row._replace(reason=notes.get(leaf, ""))
         rows.append(row)
-    first = first_of(rows)
+    first = first_of(rows, prefers_causes=bool(counts))
     if first is None:
         return rows
     # What diverges later may have the first divergence as its cause.
