@@ -32,6 +32,9 @@ class CertificateRow(NamedTuple):
     subject: str = ""
 
 
+FEW = 3
+"""Leaves with the same reason from which on a table has one row for them."""
+
 _TIMES = {"start": -1, "loss": 0, "gradient": 1, "gradient that the optimizer is given": 2}
 
 
@@ -40,20 +43,45 @@ def time_of(subject: str) -> int:
     return _TIMES.get(subject, len(_TIMES))
 
 
-def first_of(rows: Sequence[CertificateRow]) -> CertificateRow | None:
+def first_of(
+    rows: Sequence[CertificateRow], *, prefers_causes: bool = False
+) -> CertificateRow | None:
     """Choose the row that fails first: in the first stage, at the first step.
 
     Of several leaves it is the first that diverges, else the first; a gradient is before a change.
+    With `prefers_causes` a gradient whose reason is a cause is before one that only names an
+    element.
     """
     failures = [row for row in rows if row.step is not None]
     if not failures:
         return None
     failures_of_stage = [row for row in failures if row.stage == failures[0].stage]
 
-    def order(row: CertificateRow) -> tuple[int, bool, int]:
-        return row.step or 0, row.verdict != "DIVERGENT", time_of(row.subject)
+    def order(row: CertificateRow) -> tuple[int, bool, int, bool]:
+        is_judged = prefers_causes and "gradient" in row.subject
+        has_no_cause = is_judged and " first differs at " in row.reason
+        return row.step or 0, row.verdict != "DIVERGENT", time_of(row.subject), has_no_cause
 
     return min(failures_of_stage, key=order)
+
+
+def _merged(rows: Sequence[CertificateRow]) -> list[CertificateRow]:
+    """Return a row for leaves that fail for the same reason, with the largest error of them."""
+    groups: dict[tuple[object, ...], list[CertificateRow]] = {}
+    for number, row in enumerate(rows):
+        key = (row.stage, row.verdict, row.reason)
+        groups.setdefault(key if row.step is not None else (number,), []).append(row)
+    merged: list[CertificateRow] = []
+    for group in groups.values():
+        if len(group) < FEW:
+            merged += group
+            continue
+        names = ", ".join([row.leaf for row in group[:2]])
+        error = max(row.error for row in group)
+        bound = max(row.bound for row in group)
+        leaf = f"{len(group)} leaves: {names}, ..."
+        merged.append(group[0]._replace(leaf=leaf, error=error, bound=bound))
+    return merged
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,7 +103,7 @@ class Certificate(Tabular):
     @property
     def first(self) -> CertificateRow | None:
         """The row that fails first: see `first_of`."""
-        return first_of(self.rows)
+        return first_of(self.rows, prefers_causes=self.column == "mesh")
 
     def check(self) -> Certificate:
         """Raise an AssertionError with the table if any leaf is DIVERGENT or INCONCLUSIVE.
@@ -85,6 +113,13 @@ class Certificate(Tabular):
         if not self.ok:
             raise AssertionError(f"the sharded run is not the run on one device.\n{self}")
         return self
+
+    def __str__(self) -> str:
+        first = self.first
+        if first is None:
+            return super().__str__()
+        reason = first.reason or f"step {first.step}: {first.subject}"
+        return f"first: {first.leaf}, {reason}\n{super().__str__()}"
 
     def json(self) -> str:
         """Return the rows as JSON."""
@@ -109,7 +144,7 @@ class Certificate(Tabular):
         table = Table(self.column, "leaf", "verdict", "error", "bound", "reason", title=self.title)
         table.caption = " ".join([f"{self.steps} steps.", *self.notes, self.unseen])
         stage = None
-        for row in self.rows:
+        for row in _merged(self.rows):
             is_first_of_stage = row.stage != stage
             if is_first_of_stage and stage is not None:
                 table.add_section()

@@ -32,6 +32,10 @@ def float64_by_default() -> Generator[None]:
         torch.set_default_dtype(before)
 
 
+SOME_TIMES = "is that of one device, but "
+"""The words before the factors of some members."""
+
+
 class Shards(NamedTuple):
     """The shards of a tensor on some devices. Every replica is a shard.
 
@@ -182,7 +186,7 @@ def judge(
         if row.step is None:
             row = row._replace(reason=notes.get(leaf, ""))
         rows.append(row)
-    first = first_of(rows)
+    first = first_of(rows, prefers_causes=bool(counts))
     if first is None:
         return rows
     # What diverges later may have the first divergence as its cause.
@@ -294,8 +298,8 @@ def _factors_of_members(comparison: Comparison, shards: Shards, full: Tensor, me
         factors[shards.devices[number]] = factor
     if len(shards.shards) == 1:
         return ""
-    texts = [f"{member} {i}: {number_text(x, tolerance)} times" for i, x in factors.items()]
-    return f"is multiplied on some, {', '.join(texts)} that of one device"
+    texts = [f"times {number_text(x, tolerance)} on {member} {i}" for i, x in factors.items()]
+    return SOME_TIMES + ", ".join(texts)
 
 
 def _largest_difference(x: Tensor, y: Tensor) -> float:

@@ -1075,7 +1075,170 @@ def sparse_gradients(rank, world):
     return model, loss, ids, lambda: (opt.step(), opt.zero_grad())
 
 
+# -- gradients that nobody reduces, which changes do not show --------------------------------------
+
+
+class BySigns(torch.optim.Optimizer):
+    """Changes each element by the rate, whatever the size of its gradient."""
+
+    def __init__(self, params, sends):
+        super().__init__(params, {})
+        self.sends = sends
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.sends(p.grad)
+            p.data -= 1e-3 * p.grad.sign()
+
+
+def sends_a_number(grad):
+    dist.all_reduce(torch.ones(1))
+
+
+def adam(params):
+    return torch.optim.Adam(params, lr=1e-3)
+
+
+def large_gradients(rank, world, *, optimizer=adam, width=6, then=None, mode="plain"):
+    """Gradients of one sign and about one size on all ranks: Adam makes equal changes of them."""
+    torch.manual_seed(0)
+    model = nn.Linear(width, 1, bias=False)
+    x = (torch.rand(8, width) + 0.1).chunk(world)[rank]
+    opt = optimizer(model.parameters())
+    wrapped = model if mode == "plain" else DDP(model)
+
+    def loss(_, x):
+        if mode != "no_sync":
+            return (model(x) - 1e6).square().mean()
+        with wrapped.no_sync():
+            value = (wrapped(x) - 1e6).square().mean()
+            value.backward()
+        return value
+
+    def step():
+        opt.step()
+        opt.zero_grad()
+        if then is not None:
+            then(model, world)
+
+    return wrapped, loss, x, step
+
+
+def sends_its_loss(model, world):
+    dist.all_reduce(torch.ones(1))
+
+
+def averages_parameters(model, world):
+    for p in model.parameters():
+        dist.all_reduce(p.data)
+        p.data /= world
+
+
+def zero_of_adam(params):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=1e-3)
+
+
+def never_synchronized(rank, world):
+    """A root of fully_shard that never reduces, beside a layer that does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    fully_shard(model[0], mesh=world.mesh)
+    fully_shard(model, mesh=world.mesh)
+    model.set_requires_gradient_sync(False, recurse=False)
+    return model, square, rows_of(world.mesh), updates(model)
+
+
+class _SumOverModel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _Columns(nn.Module):
+    """Columns and rows of two layers along model, without the sum in the backward."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh = mesh
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 6)
+        up, down = torch.randn(8, 6), torch.randn(3, 8)
+        rank = mesh.get_local_rank()
+        self.up = nn.Parameter(up.chunk(mesh.size(), 0)[rank].clone())
+        self.down = nn.Parameter(down.chunk(mesh.size(), 1)[rank].clone())
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x) @ self.up.T) @ self.down.T
+        return _SumOverModel.apply(hidden, self.mesh.get_group())
+
+
+def no_sum_over_model(rank, world, *, is_averaged=True):
+    model = _Columns(world.mesh["model"])
+    data_mesh = world.mesh["data"]
+    wrapped = DDP(model, process_group=data_mesh.get_group()) if is_averaged else model
+    return wrapped, square, rows_of(data_mesh), updates(model, torch.optim.SGD)
+
+
+def clipped_by_own_norms(rank, world):
+    """Each rank divides all gradients by a number of its own."""
+    model = DDP(mlp())
+    step = updates(model)
+
+    def divided():
+        for p in model.parameters():
+            p.grad *= 1 - 0.002 * rank
+        step()
+
+    return model, square, rows_of(world.mesh), divided
+
+
+def padded(rank, world):
+    """A mean over the tokens of each rank, of which they have different numbers."""
+    model = DDP(mlp())
+    x, y = data()
+    weights = torch.ones(8)
+    weights[5:] = 0.0
+    batch = tuple(each.chunk(world)[rank] for each in (x, y, weights))
+
+    def loss(model, batch):
+        x, y, weights = batch
+        return (weights * (model(x) - y).square().mean(1)).sum() / weights.sum()
+
+    return model, loss, batch, updates(model)
+
+
+def equal_rows(rank, world, *, axis):
+    model = DDP(mlp())
+    return model, square, data(), updates(model)
+
+
+UNREDUCED = {
+    "Adam": {},
+    "AdamW": {"optimizer": partial(torch.optim.AdamW, lr=1e-3)},
+    "one element": {"width": 1},
+    "the model inside of DistributedDataParallel": {"mode": "inside"},
+    "no_sync": {"mode": "no_sync"},
+    "step() sends a number": {"then": sends_its_loss},
+    "parameters are averaged": {"then": averages_parameters},
+    "ZeroRedundancyOptimizer alone": {"optimizer": zero_of_adam},
+    "an optimizer sends a number": {"optimizer": partial(BySigns, sends=sends_a_number)},
+}
+
+
 RIGHT = {
+    "reduced by an optimizer of its own": (
+        partial(large_gradients, optimizer=partial(BySigns, sends=dist.all_reduce)),
+        {"data": 2},
+        {},
+    ),
     "fshard 1": (partial(by_fshard, stage=1), {"data": 2}, {}),
     "fshard 3": (by_fshard, {"data": 4}, {}),
     "ddp": (ddp, {"data": 2}, {}),
@@ -1104,7 +1267,7 @@ RIGHT = {
         {"data": 2, "model": 2},
         {},
     ),
-    "dtensors": (dtensors, {"data": 2}, {}),
+    "dtensors": (dtensors, {"data": 2}, {"same": ("data",)}),
     "by hand": (by_hand, {"data": 2}, {}),
     "columns and rows by hand": (megatron, {"model": 2}, {}),
     "pipeline by hand": (pipeline, {"pipe": 2}, {}),
@@ -1212,7 +1375,7 @@ WRONG = {  # program, axes, a leaf that diverges, a part of its reason
         partial(scaled, by=times_of_rank),
         {"data": 2},
         "2.weight",
-        "the gradient is multiplied on some, rank 1: 2 times",
+        "the gradient is that of one device, but times 2 on rank 1",
     ),
     "times all axes": (
         partial(scaled, by=times_all),
@@ -1244,7 +1407,7 @@ WRONG = {  # program, axes, a leaf that diverges, a part of its reason
         one_steps_not,
         {"data": 2},
         "2.weight",
-        "the change of the parameter is multiplied on some, rank 1: 0 times",
+        "the change of the parameter is that of one device, but times 0 on rank 1",
     ),
     "summed in step": (
         partial(reduced_in_step, divides=False),
@@ -1256,7 +1419,7 @@ WRONG = {  # program, axes, a leaf that diverges, a part of its reason
         partial(averaged_parameters, optimizer=torch.optim.Adam),
         {"data": 2},
         "2.weight",
-        "differs along data, where the mean over ranks is that of one process: it is not reduced",
+        "differs along data, where the mean over data is that of one process: it is not reduced",
     ),
     "weighted by ranks": (
         partial(weighted_by_tokens, by_ranks=True),

@@ -38,6 +38,15 @@ def test_published_mistakes_are_found(certified, name):
         certificate.check()
 
 
+@pytest.mark.parametrize("name", programs.UNREDUCED)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_equal_changes_prove_no_reduction(certified, name, steps):
+    program = partial(programs.large_gradients, **programs.UNREDUCED[name])
+    certificate = certified(program, {"data": 2}, steps=steps, check=False)
+    assert certificate.first.verdict == "DIVERGENT" and certificate.first.step == 0
+    assert "it is not reduced along data" in certificate.first.reason
+
+
 def test_several_meshes_and_wrappers_of_names(certified):
     certificate = certified(ddp, [{"data": 2}, {"data": 4}], steps=1)
     assert [row.stage for row in certificate.rows] == ["data=2"] * 5 + ["data=4"] * 5
@@ -92,19 +101,80 @@ def test_what_is_accepted_is_said(certified):
     ("program", "axes", "note"),
     [
         (programs.tensor_parallel, {"model": 2}, "Batches are equal along model, so its ranks"),
-        (programs.dtensors, {"data": 2}, "WARNING: batches are equal along data, so its ranks"),
-        (
-            partial(programs.by_loader, sampled=False),
-            {"data": 2},
-            "WARNING: batches are equal along data",
-        ),
+        (programs.dtensors, {"data": 2}, "Batches are equal along data, so its ranks"),
     ],
 )
 def test_equal_batches_are_said(certified, program, axes, note):
-    certificate = certified(program, axes)
+    certificate = certified(program, axes, same=[*axes])
     assert any(note in text for text in certificate.notes)
     assert note in " ".join(str(certificate).split())
     assert note in json.loads(certificate.json())["notes"][0]
+
+
+@pytest.mark.parametrize("axis", ["data", "dp", "fsdp", "shard"])
+def test_equal_batches_along_an_axis_of_data_are_a_row(certified, axis):
+    program = partial(programs.equal_rows, axis=axis)
+    certificate = certified(program, {axis: 2}, steps=1, check=False)
+    assert certificate.first.leaf == "batches" and not certificate.ok
+    assert f"batches are equal along {axis}: each rank reads the same rows" in str(
+        certificate.first.reason
+    )
+    assert f"--same {axis}" in certificate.first.reason
+    assert certified(program, {axis: 2}, steps=1, same=(axis,)).ok
+
+
+@pytest.mark.parametrize(
+    ("program", "axes", "leaf", "reason"),
+    [
+        (
+            programs.never_synchronized,
+            {"data": 2},
+            "2.weight",
+            "set_requires_gradient_sync(False) was not followed by True",
+        ),
+        (
+            partial(programs.large_gradients, mode="no_sync"),
+            {"data": 2},
+            "weight",
+            "was each backward under no_sync()",
+        ),
+        (
+            programs.no_sum_over_model,
+            {"data": 2, "model": 2},
+            "first.weight",
+            "differs along model, where the sum over model is that of one process",
+        ),
+        (
+            partial(programs.no_sum_over_model, is_averaged=False),
+            {"data": 2, "model": 2},
+            "first.weight",
+            "the mean over data and the sum over model is that of one process",
+        ),
+        (
+            programs.clipped_by_own_norms,
+            {"data": 2},
+            "2.weight",
+            "times 0.998 on rank 1; all gradients have one factor per rank",
+        ),
+        (
+            programs.padded,
+            {"data": 2},
+            "loss",
+            "; a mean of means? Do ranks have different numbers",
+        ),
+    ],
+)
+def test_causes_are_named(certified, program, axes, leaf, reason):
+    certificate = certified(program, axes, steps=2, check=False)
+    assert reason in certificate.first.reason and certificate.first.leaf == leaf
+    assert str(certificate).startswith(f"first: {leaf}, step ")
+    assert "zero_grad" not in str(certificate)
+
+
+def test_leaves_with_one_reason_are_one_row_of_the_table_alone(certified):
+    certificate = certified(programs.clipped_by_own_norms, {"data": 2}, steps=1, check=False)
+    assert len(json.loads(certificate.json())["rows"]) == len(certificate.rows) == 5
+    assert "3 leaves: 2.bias, " in " ".join(str(certificate).split())
 
 
 def test_a_rank_that_keeps_gradients_is_named(certified):
@@ -309,6 +379,9 @@ made = partial(three, model=1)
         (["{}/other.py:by_words"], "got by_words(rank)"),
         (["{}/text.py:program"], "must be a Python file; got"),
         (["{}/train.py:program", "--split", "context"], "a split must be like context=1"),
+        (["{}/train.py:program", "--json", "{}/none/a.json"], "--json must be a file in a folder"),
+        (["{}/train.py:program", "--html", "{}/none/a.html"], "--html must be a file in a folder"),
+        (["{}/train.py:program", "--lr", "3"], "got --lr 3"),
         (["{}/train.py:program", "--parts", "*.qkv=a"], "parts must be like *.qkv.bias=64,16,16"),
     ],
 )
@@ -339,12 +412,31 @@ def test_programs_that_take_two_arguments_are_named(tmp_path, name):
             {"splits": {"context": 1}},
             "splits must be dims from 0 by axes of the mesh; got context=1",
         ),
+        ({"splits": {"data": 7}}, "splits must be dims of batches; got data=7"),
+        ({"same": ["context"]}, "same must be axes of the mesh; got 'context', and axes data"),
         ({"parts": {"*.qkv": (2, 2)}}, r"parts must be of parameters; got '\*.qkv'"),
     ],
 )
 def test_options_that_fit_nothing_raise(certified, options, text):
     with pytest.raises(ValueError, match=text):
         certified(ddp, {"data": 2}, **options)
+
+
+def test_programs_that_no_other_process_can_import_raise(certified):
+    def made(rank, world):
+        return ddp(rank, world)
+
+    with pytest.raises(TypeError, match="must be a function at the top of a file.*made"):
+        certified(made, {"data": 2})
+
+
+def test_an_axis_that_the_mesh_has_not_is_one_line(tmp_path, capsys):
+    file = tmp_path / "train.py"
+    file.write_text("def program(rank, world):\n    return world.mesh['data'], 1, 2, 3\n")
+    assert main(["certify", f"{file}:program", "--mesh", "model=2"]) == 2
+    error = capsys.readouterr().err
+    assert "the program asks for axis 'data': add data=1 to --mesh" in error
+    assert error.count("\n") == 1
 
 
 def test_the_command_prints_the_certificate(tmp_path, capsys):

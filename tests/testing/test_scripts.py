@@ -101,6 +101,36 @@ for (x,) in DataLoader(data, 4, sampler=sampler):
 """
 
 
+LARGE = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.rand(16, 6) + 0.1)
+model = DistributedDataParallel(nn.Linear(6, 1, bias=False))
+called = model if "right" in sys.argv else model.module
+opt = torch.optim.Adam(model.parameters(), 1e-3)
+for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=False)):
+    opt.zero_grad()
+    (called(x) - 1e6).square().mean().backward()
+    dist.all_reduce(torch.ones(1))
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_equal_changes_of_a_script_prove_no_reduction(tmp_path, steps):
+    file = tmp_path / "train.py"
+    file.write_text(LARGE)
+    assert certify_script(file, DATA, ["right"], steps=steps).ok
+    first = certify_script(file, DATA, ["module"], steps=steps).first
+    assert first is not None and "it is not reduced along data" in first.reason
+
+
 def loaded(tmp_path, *arguments, **options):
     file = tmp_path / "train.py"
     file.write_text(LOADED)
@@ -108,8 +138,24 @@ def loaded(tmp_path, *arguments, **options):
 
 
 def test_equal_batches_along_data_are_warned_of(tmp_path):
-    assert "WARNING: batches are equal along data" in str(loaded(tmp_path).notes)
+    first = loaded(tmp_path).first
+    assert first is not None and "batches are equal along data" in first.reason
+    assert loaded(tmp_path, same=["data"]).ok
     assert not loaded(tmp_path, "--sampler").notes
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sys.exit('usage\\nno data')", "no data"),
+        ("print('bad config'); sys.exit(3)", "bad config"),
+    ],
+)
+def test_the_last_line_of_a_script_that_exits_is_its_error(tmp_path, line, said):
+    file = tmp_path / "train.py"
+    file.write_text(f"import sys\n{line}\n")
+    with pytest.raises(PromiseError, match=f"SystemExit: {said}\n"):
+        certify_script(file, DATA)
 
 
 def test_batches_that_are_drawn_alike_are_warned_of(tmp_path):
@@ -124,7 +170,8 @@ def test_batches_that_are_drawn_alike_are_warned_of(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(text)
     certificate = certify_script(file, DATA)
-    assert "WARNING: batches are equal along data" in str(certificate.check().notes)
+    assert "batches are equal along data" in str(certificate)
+    assert certify_script(file, DATA, same=["data"]).ok
 
 
 @pytest.mark.parametrize(
@@ -238,13 +285,13 @@ assert isinstance(draw, torch.Generator) and isinstance(torch.default_generator,
 x = torch.rand(4, 3, generator=draw, device="cuda")
 """
     file.write_text(LINEAR + draw + STEP)
-    certify_script(file, DATA, steps=1).check()
+    certify_script(file, DATA, steps=1, same=["data"]).check()
 
 
 def test_fixture_takes_the_path_of_a_script(certified, tmp_path):
     file = tmp_path / "train.py"
     file.write_text(LINEAR + STEP)
-    assert certified(str(file), DATA, args=["--seed"], steps=1).ok
+    assert certified(str(file), DATA, args=["--seed"], steps=1, same=["data"]).ok
     file.write_text(LINEAR + STEP.replace("sum()", "sum().mul(1 + dist.get_rank())"))
     with pytest.raises(AssertionError, match="train.py"):
         certified(file, DATA, args=["--seed"], steps=1)
@@ -255,9 +302,10 @@ def test_command_runs_a_script_with_its_arguments(tmp_path, capsys):
     file.write_text(LINEAR + "assert sys.argv[1:] == ['--seed', '1']\n" + STEP)
     out = tmp_path / "out.json"
     words = ["certify", "--run", str(file), "--mesh", "data=2", "--steps", "1", "--json", str(out)]
+    words += ["--same", "data"]
     assert main([*words, "--", "--seed", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "EXACT" in shown and "WARNING" in shown
+    assert "EXACT" in shown and "Batches are equal along data" in shown
     assert json.loads(out.read_text())["ok"]
 
 
@@ -273,6 +321,8 @@ def test_command_runs_a_script_with_its_arguments(tmp_path, capsys):
         ([f"{__file__}:one_argument"], "got one_argument(rank)"),
         (["--run", __file__, "--steps", "0"], "--steps must be >= 1; got 0"),
         ([f"{__file__}:one_argument", "--", "--lr", "1"], "arguments of a script need --run"),
+        (["--run", __file__, "--lr", "3"], "Arguments of the script stand behind --"),
+        (["--run", __file__, "--html", "absent/a.html"], "--html must be a file in a folder that"),
         (["--run", __file__, "--split", "context"], "a split must be like context=1"),
         ([f"{__file__}:one_argument", "--record", "out.json"], "--record needs --run FILE"),
         (["--run", __file__, "--mesh", "data=4", "--record", "x"], "needs one --mesh; got 2"),

@@ -71,12 +71,28 @@ def joined_batches(
     batches: list[Leaves] = []
     for step in range(len(ranks[0].batches)):
         groups = {key: flatten(rank.batch(step))[0] for key, rank in members.items()}
+        _validate_splits(groups, lone_axes, splits or {})
         own = alone[step] if alone is not None and step < len(alone) else None
         if own is not None and _has_all_elements(own, list(groups.values())):
             batches.append(own)
         else:
             batches.append(_joined(groups, lone_axes, splits or {}))
     return batches
+
+
+def _validate_splits(
+    groups: Mapping[Coordinates, Leaves], axes: Axes, splits: Mapping[str, int]
+) -> None:
+    """Raise if no tensor of the batches has the dim that is split along an axis."""
+    leaves = next(iter(groups.values()))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    dims = max([x.ndim for x in tensors], default=0)
+    for axis, dim in splits.items():
+        if axes.get(axis, 1) > 1 and dim >= dims > 0:
+            raise ValueError(
+                f"certify_program: splits must be dims of batches; got {axis}={dim}, and no tensor "
+                f"of the batch has more than {dims} dims. Give one below: --split {axis}={dims - 1}."
+            )
 
 
 def _joined(groups: Mapping[Coordinates, Leaves], axes: Axes, splits: Mapping[str, int]) -> Leaves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -45,6 +46,7 @@ def certify_program(
     dtype: torch.dtype | None = None,
     splits: Mapping[str, int] | None = None,
     parts: Parts | None = None,
+    same: Sequence[str] = (),
     timeout: float = 60.0,
     processes: dict[int, Processes] | None = None,
 ) -> Certificate:
@@ -72,6 +74,8 @@ def certify_program(
         parts: the rows of each part of a parameter, of which each is divided along an axis, by
             patterns of names: {"layers.*.qkv.bias": (64, 16, 16)}. Parts that have
             different values before the first step are found.
+        same: the axes along which batches are equal by intent, though their names, such as data,
+            are those of axes along which each rank reads other rows.
         timeout: seconds that the processes of a mesh may take.
         processes: pools by size, to use for several calls; the caller closes them.
 
@@ -105,13 +109,8 @@ def certify_program(
             f"{steps=}, {dtype=}."
         )
 
-    names = {name for axes in meshes for name in axes}
-    for axis, dim in (splits or {}).items():
-        if axis not in names or dim < 0:
-            raise ValueError(
-                "certify_program: splits must be dims from 0 by axes of the mesh; got "
-                f"{axis}={dim}, and axes {', '.join(sorted(names))}."
-            )
+    validate_axes("certify_program", meshes, splits or {}, same)
+    _validate_picklable(program)
 
     rows: list[CertificateRow] = []
     notes: list[str] = []
@@ -119,12 +118,43 @@ def certify_program(
         pools = _Pools(stack, timeout, processes)
         for axes in meshes:
             ranks, single = _runs(pools, program, axes, steps, splits or {})
-            rows += judge_ranks(axes, ranks, single, dtype, parts)
+            rows += judge_ranks(axes, ranks, single, dtype, parts, same)
             for note in notes_on(axes, ranks, single, dtype):
                 prefix = f"{mesh_text(axes)}: " if len(meshes) > 1 else ""
                 notes.append(prefix + note)
     title = "processes against one process"
     return Certificate(tuple(rows), steps, title, UNSEEN, "mesh", tuple(notes))
+
+
+def validate_axes(
+    name: str, meshes: Sequence[Axes], splits: Mapping[str, int], same: Sequence[str]
+) -> None:
+    """Raise unless `splits` and `same` are of axes of the meshes."""
+    names = {axis for axes in meshes for axis in axes}
+    known = ", ".join(sorted(names))
+    for axis, dim in splits.items():
+        if axis not in names or dim < 0:
+            raise ValueError(
+                f"{name}: splits must be dims from 0 by axes of the mesh; got {axis}={dim}, and "
+                f"axes {known}."
+            )
+    for axis in same:
+        if axis not in names:
+            raise ValueError(
+                f"{name}: same must be axes of the mesh; got {axis!r}, and axes {known}."
+            )
+
+
+def _validate_picklable(program: Program) -> None:
+    """Raise unless other processes can import a program."""
+    try:
+        pickle.dumps(program)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        name = repr(program)
+        raise TypeError(
+            "certify_program: a program must be a function at the top of a file, which other "
+            f"processes import; got {name}. Move it there; functools.partial gives it arguments."
+        ) from None
 
 
 class _Pools:
@@ -199,7 +229,7 @@ def _validate(ranks: Sequence[RankRecord], single: RankRecord, repeated: RankRec
     if not is_moved:
         raise PromiseError(
             "certify_program: step() must update parameters; got the same ones after "
-            f"{len(single.params)} steps. Make the optimizer of parameters of the "
+            f"{len(single.params)} steps{ranks[0].sync_hint}. Make the optimizer of parameters of the "
             "model that is returned, after it is sharded."
         )
 

@@ -17,6 +17,7 @@ from fshard.rounding import TOLERANCES
 from fshard.testing.certificate import Certificate
 from fshard.testing.certificate_page import certificate_page
 from fshard.testing.programs.certify import certify_program
+from fshard.testing.programs.record import MissingAxisError
 from fshard.testing.programs.source import program_named
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCES}
@@ -28,8 +29,9 @@ def run(arguments: Sequence[str]) -> int:
     It is 0 if it trains as in one process, 1 if it does not, 2 if there is an error.
     """
     words, of_script = _divided(arguments)
-    options = _parser().parse_args(words)
+    options, unknown = _parser().parse_known_args(words)
     try:
+        _validate(options, unknown)
         meshes = [_axes(text) for text in options.mesh]
         if options.steps is not None and options.steps < 1:
             raise UsageError(f"--steps must be >= 1; got {options.steps}.")
@@ -39,6 +41,9 @@ def run(arguments: Sequence[str]) -> int:
             certificate = _certified_script(options, meshes, of_script)
     except UsageError as error:
         sys.stderr.write(f"{error}\n")
+        return 2
+    except MissingAxisError as error:
+        sys.stderr.write(f"fshard certify: {error}\n")
         return 2
     except Exception as error:
         notes = getattr(error, "__notes__", ())
@@ -58,6 +63,21 @@ class UsageError(ValueError):
 
     def __init__(self, text: str) -> None:
         super().__init__(f"fshard certify: {text}")
+
+
+def _validate(options: argparse.Namespace, unknown: Sequence[str]) -> None:
+    """Raise before anything runs if words mean nothing, or files cannot be written."""
+    if unknown:
+        text = f"options must be those of fshard certify; got {' '.join(unknown)}."
+        if options.run is not None:
+            text += " Arguments of the script stand behind --."
+        raise UsageError(text)
+    files = {"--json": options.json, "--html": options.html, "--record": options.record}
+    for option, name in files.items():
+        if name is None:
+            continue
+        if Path(name).is_dir() or not Path(name).parent.is_dir():
+            raise UsageError(f"{option} must be a file in a folder that exists; got {name}.")
 
 
 def _divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -93,6 +113,7 @@ def _certified_program(
         dtype=_dtype(options),
         splits=dict([_split(text) for text in options.split]),
         parts=dict([_parts(text) for text in options.parts]),
+        same=options.same,
         timeout=options.timeout or 60.0,
     )
 
@@ -120,6 +141,7 @@ def _certified_script(
         dtype=_dtype(options),
         splits=dict([_split(text) for text in options.split]),
         parts=dict([_parts(text) for text in options.parts]),
+        same=options.same,
         record=options.record,
         timeout=options.timeout or 180.0,
     )
@@ -211,6 +233,13 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAMES=ROWS",
         help="the rows of each part of fused parameters, such as '*.qkv.bias=64,16,16'",
+    )
+    parser.add_argument(
+        "--same",
+        action="append",
+        default=[],
+        metavar="AXIS",
+        help="an axis such as data along which equal batches are meant",
     )
     parser.add_argument("--timeout", type=float, help="seconds for each mesh: 60, of a script 180")
     parser.add_argument(

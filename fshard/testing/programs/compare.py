@@ -20,7 +20,14 @@ from fshard.testing.certificate import CertificateRow
 from fshard.testing.programs.batches import Axes, coordinates_of, equal_axes, rows_at
 from fshard.testing.programs.layouts import Parts, Slices, mistake_at_start, slices_of
 from fshard.testing.programs.record import RankRecord
-from fshard.testing.verdicts import Comparison, Shards, constant_factor, judge, number_text
+from fshard.testing.verdicts import (
+    SOME_TIMES,
+    Comparison,
+    Shards,
+    constant_factor,
+    judge,
+    number_text,
+)
 
 DATA_AXES = ("data", "dp", "replica", "replicate", "fsdp", "ddp", "shard", "batch")
 """Names of axes along which processes load other rows."""
@@ -32,6 +39,7 @@ def judge_ranks(
     single: RankRecord,
     dtype: torch.dtype | None = None,
     parts: Parts | None = None,
+    same: Sequence[str] = (),
 ) -> list[CertificateRow]:
     """Judge the run in the processes of a mesh, by the run in one process.
 
@@ -41,12 +49,46 @@ def judge_ranks(
         single: the run in one process.
         dtype: the lowest one that tensors may be sent in, besides those that a program computes in.
         parts: see `certify_program`.
+        same: the axes along which equal batches are meant.
     """
     mesh = mesh_text(axes)
     layouts, start_rows = _layouts(axes, ranks, single, parts or {})
     run = _RunPair(axes, ranks, single, layouts, _Dtypes(ranks, dtype))
     rows = judge(run.comparisons(), mesh, run.counts(), "rank")
-    return [*run.dtypes.rows(mesh), *start_rows, *rows]
+    rows = _with_common_cause(rows)
+    return [*_rows_of_equal_batches(axes, ranks, same), *run.dtypes.rows(mesh), *start_rows, *rows]
+
+
+def _rows_of_equal_batches(
+    axes: Axes, ranks: Sequence[RankRecord], same: Sequence[str]
+) -> list[CertificateRow]:
+    """Return a row for each axis of data along which batches are equal, unless that is meant."""
+    rows: list[CertificateRow] = []
+    mesh = mesh_text(axes)
+    for name in equal_axes(ranks, axes):
+        if name in DATA_AXES and name not in same:
+            reason = (
+                f"step 0: batches are equal along {name}: each rank reads the same rows. Let each "
+                "load other rows, as by a DistributedSampler; if equal ones are meant, say so: "
+                f'--same {name} (same=("{name}",)), or give the axis another name'
+            )
+            row = CertificateRow(mesh, "batches", "DIVERGENT", inf, 0.0, reason, 0, "start")
+            rows.append(row)
+    return rows
+
+
+def _with_common_cause(rows: list[CertificateRow]) -> list[CertificateRow]:
+    """Note once, in the first row, that the gradients of all leaves have the same factors on ranks."""
+    failures = [row for row in rows if row.step is not None and row.leaf != "loss"]
+    if len(failures) < 2 or len({row.reason for row in failures}) > 1:
+        return rows
+    first = failures[0]
+    if SOME_TIMES not in first.reason or "gradient" not in first.subject:
+        return rows
+    text = "; all gradients have one factor per rank: does the norm for clipping differ?"
+    number = rows.index(first)
+    described = first._replace(reason=first.reason + text)
+    return [*rows[:number], described, *rows[number + 1 :]]
 
 
 def notes_on(
@@ -58,13 +100,7 @@ def notes_on(
     """Return what a reader of the verdict must know besides."""
     notes: list[str] = []
     for name in equal_axes(ranks, axes):
-        if name in DATA_AXES:
-            notes.append(
-                f"WARNING: batches are equal along {name}, so its ranks count as replicas. Should "
-                "each load other rows, as by a DistributedSampler?"
-            )
-        else:
-            notes.append(f"Batches are equal along {name}, so its ranks count as replicas.")
+        notes.append(f"Batches are equal along {name}, so its ranks count as replicas.")
     dtypes = _Dtypes(ranks, dtype)
     lower = [str(dtype) for dtype in dtypes.seen if dtype not in dtypes.undeclared]
     if lower:
@@ -362,28 +398,44 @@ class _RunPair(NamedTuple):
     ) -> tuple[Comparison, Comparison | None]:
         """Describe the cause if ranks have their own gradients: they are not reduced.
 
-        If `step()` reduces them, or parameters, the result of it is judged instead.
+        If `step()` reduces them, or parameters, the result of it is judged instead. Equal changes
+        alone prove nothing: those of Adam hardly depend on the size of a gradient.
         """
         scale = self._scale_of_sum(gradient)
         if scale is None:
             return gradient, given
-        cause = self._unreduced_text(scale, gradient)
-        is_given_local = given is None or self._is_local(given)
-        if change.is_within_bound():
-            given = None if is_given_local else given
-            return gradient._replace(shards=None, full=None, note=_REDUCED_LATER), given
+        is_sent = self._is_sent_in_step(gradient)
+        is_given_local = given is not None and self._is_local(given)
+        if not is_sent and (given is None or is_given_local):
+            return gradient._replace(cause=self._unreduced_text(scale, gradient)), given
 
-        has_sends = any(
-            gradient.step < len(rank.sends_in_step) and rank.sends_in_step[gradient.step]
-            for rank in self.ranks
-        )
-        if not has_sends and is_given_local:
-            return gradient._replace(cause=cause), given
         if given is not None and is_given_local:
-            scale_of_given = self._scale_of_sum(given)
-            if scale_of_given is not None:
-                given = given._replace(cause=self._unreduced_text(scale_of_given, given))
+            is_reduced_later = gradient.leaf in self._reduced_later(gradient.step)
+            given_scale = self._scale_of_sum(given)
+            if is_reduced_later and change.is_within_bound():
+                given = None
+            elif given_scale is not None:
+                given = given._replace(cause=self._unreduced_text(given_scale, given))
+        # Its result is judged instead, later in the step.
         return gradient._replace(shards=None, full=None, note=_REDUCED_LATER), given
+
+    def _is_sent_in_step(self, gradient: Comparison) -> bool:
+        """Return True if `step()` sends as many elements as a gradient has, on all its ranks."""
+        assert gradient.shards is not None
+        by_rank = zip(gradient.shards.devices, gradient.shards.shards, strict=True)
+        for rank, x in by_rank:
+            sends = self.ranks[rank].sends_in_step
+            if gradient.step >= len(sends) or sends[gradient.step] < max(x.numel(), 1):
+                return False
+        return True
+
+    def _reduced_later(self, step: int) -> frozenset[str]:
+        """Return the parameters that `step()` may reduce after optimizers have them, on any rank."""
+        names: frozenset[str] = frozenset()
+        for rank in self.ranks:
+            if step < len(rank.reduced_later):
+                names |= rank.reduced_later[step]
+        return names
 
     def _groups(self, comparison: Comparison) -> list[tuple[int, list[Tensor]]]:
         """Return the shards of ranks that have the same elements, with the first rank of each."""
@@ -421,14 +473,36 @@ class _RunPair(NamedTuple):
 
     def _unreduced_text(self, scale: float, gradient: Comparison) -> str:
         """Describe gradients of which a multiple of the sum over ranks is right."""
-        what = "sum" if scale == 1.0 else f"sum times {number_text(scale, 1e-9)}"
-        if any(scale == 1 / len(members) for _, members in self._groups(gradient)):
-            what = "mean"
-        axes = " and ".join(self._axes_of_differences(gradient))
+        axes = self._axes_of_differences(gradient)
+        what = self._operations_text(scale, axes, gradient)
+        if not what:
+            what = f"sum times {number_text(scale, 1e-9)} over ranks"
+        along = " and ".join(axes)
         return (
-            f"differs along {axes}, where the {what} over ranks is that of one process: it is not "
-            "reduced"
+            f"differs along {along}, where the {what} is that of one process: it is not reduced "
+            f"along {along}{self.ranks[0].sync_hint}"
         )
+
+    def _operations_text(self, scale: float, axes: Sequence[str], gradient: Comparison) -> str:
+        """Return the axes of a mean and those of a sum that make a gradient; "" if none do.
+
+        Ranks along other axes have equal gradients, so the sum over all counts each several times.
+        """
+        members = max(len(members) for _, members in self._groups(gradient))
+        scale *= members / prod([self.axes[name] for name in axes])
+        by_data = sorted(axes, key=lambda name: name not in DATA_AXES)
+        for n in range(len(axes) + 1):
+            for means in combinations(by_data, n):
+                if abs(scale * prod([self.axes[name] for name in means]) - 1) > 1e-9:
+                    continue
+                sums = [name for name in axes if name not in means]
+                texts: list[str] = []
+                if means:
+                    texts.append(f"mean over {' and '.join(means)}")
+                if sums:
+                    texts.append(f"sum over {' and '.join(sums)}")
+                return " and the ".join(texts)
+        return ""
 
     def _axes_of_differences(self, comparison: Comparison) -> list[str]:
         """Return the axes along which ranks that have the same elements have other values."""
@@ -547,8 +621,26 @@ class _LossRule:
         bound = bound_of(expected, 0.0, dtype)
         tolerance = 1e-6 + TOLERANCES[dtype]
         yield Comparison(
-            step, "loss", "loss", shards, expected, bound, note=self._note, tolerance=tolerance
+            step,
+            "loss",
+            "loss",
+            shards,
+            expected,
+            bound,
+            hint=self._hint(step, value, single),
+            note=self._note,
+            tolerance=tolerance,
         )
+
+    def _hint(self, step: int, value: float | None, single: float | None) -> str:
+        """Return the likely cause of a loss that is nearly right, of ranks that have others."""
+        have_others = len(set(self._losses[step].values())) > 1
+        if not have_others or not value or not single:
+            return ""
+        is_near = 0.5 + 1e-6 < value / single < 2.0 - 1e-6
+        if not is_near:
+            return ""
+        return "; a mean of means? Do ranks have different numbers of tokens?"
 
 
 def _scalar(x: float) -> Tensor:

@@ -166,3 +166,24 @@ def without_wrappers(name: str) -> str:
     'layers.0.weight'
     """
     return _WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip(".")
+
+
+def sync_hint(model: Any) -> str:
+    """Describe how a wrapper of a model may have lost its reduction; "" if there is none."""
+    if not isinstance(model, nn.Module):
+        return ""
+    modules = [*model.modules()]
+    # Without an import, which programs of other wrappers do not need.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for module in modules:
+        if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+            continue
+        for group in cast("Any", module)._get_fsdp_state()._fsdp_param_groups:
+            if not group.reduce_grads:
+                return (
+                    ": set_requires_gradient_sync(False) was not followed by True before the last "
+                    "backward of a step"
+                )
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules):
+        return ": was each backward under no_sync(), or the module inside of the wrapper called?"
+    return ""

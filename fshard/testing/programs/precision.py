@@ -270,9 +270,9 @@ _COLLECTIVES = (
 
 @dataclass
 class Sends:
-    """The number of collectives that a process calls, and the lower dtypes of their tensors."""
+    """The number of elements that a process sends, and the lower dtypes of their tensors."""
 
-    number: int = 0
+    elements: int = 0
     dtypes: set[torch.dtype] = field(default_factory=set[torch.dtype])
 
 
@@ -295,10 +295,10 @@ def watched_sends(sends: Sends) -> Generator[None]:
 
 def _noting(original: Callable[..., Any], sends: Sends) -> Callable[..., Any]:
     def send(*args: Any, **kwargs: Any) -> Any:
-        sends.number += 1
-        for x in flatten((args, kwargs))[0]:
-            if isinstance(x, Tensor) and x.dtype in LOWER:
-                sends.dtypes.add(x.dtype)
+        tensors = [x for x in flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        # An upper limit: those that receive are arguments too.
+        sends.elements += sum([x.numel() for x in tensors])
+        sends.dtypes.update([x.dtype for x in tensors if x.dtype in LOWER])
         return original(*args, **kwargs)
 
     return send

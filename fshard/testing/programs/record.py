@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -12,10 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fshard.errors import PromiseError
 from fshard.mesh.layout import PyTree, flatten, unflatten
+from fshard.rounding import bound_of, largest
 from fshard.testing.programs.parameters import (
     Tensors,
     frozen_names,
@@ -23,6 +28,7 @@ from fshard.testing.programs.parameters import (
     gathered,
     has_flat_parameters,
     named_parameters,
+    sync_hint,
     tied_names,
 )
 from fshard.testing.programs.precision import (
@@ -66,7 +72,10 @@ class RankRecord(NamedTuple):
         computed_in: the lowest dtypes of activations, parameters, buffers and batches.
         rounded_in: those of other tensors.
         sent_in: those of tensors that are sent.
-        sends_in_step: the number of collectives that `step()` has called, in each step.
+        sends_in_step: the number of elements that `step()` has sent, in each step.
+        sync_hint: where a reduction by a wrapper of the model may have been lost.
+        reduced_later: the parameters that `step()` has changed after an optimizer had, or that an
+            optimizer has which communicates itself, in each step.
     """
 
     batches: Sequence[PyTree]
@@ -84,6 +93,8 @@ class RankRecord(NamedTuple):
     rounded_in: frozenset[torch.dtype] = frozenset()
     sent_in: frozenset[torch.dtype] = frozenset()
     sends_in_step: Sequence[int] = ()
+    sync_hint: str = ""
+    reduced_later: Sequence[frozenset[str]] = ()
 
     def batch(self, step: int) -> PyTree:
         """Return the batch of a step."""
@@ -127,6 +138,7 @@ def record(
             tied=tied_names(run.model),
             backwards=[],
             sends_in_step=[],
+            reduced_later=[],
         )
         for i in range(steps):
             torch.manual_seed(run.seed)  # so that a loss that draws differs too
@@ -136,6 +148,7 @@ def record(
             _record_step(run, _copied(batch), result)
     return result._replace(
         order=run.uses.names(),
+        sync_hint=sync_hint(run.model),
         computed_in=frozenset(run.watch.in_forward | _dtypes_of(run.model, run.batches)),
         rounded_in=frozenset(run.watch.elsewhere),
         sent_in=frozenset(run.sends.dtypes),
@@ -154,7 +167,7 @@ def batches_alone(
 def _record_step(run: _BegunProgram, batch: PyTree, result: RankRecord) -> None:
     """Run one step, and add what it does to a record."""
     run.watch.backwards = 0
-    optimizer_grads = _OptimizerGradients(run.model)
+    optimizer_grads = _OptimizerGradients(run.model, run.sends)
     before = _versions_of_gradients(run.model)
     kept = [name for name, (grad, _) in before.items() if _local(grad).any()]
     cast("list[frozenset[str]]", result.kept).append(frozenset(kept))
@@ -169,9 +182,11 @@ def _record_step(run: _BegunProgram, batch: PyTree, result: RankRecord) -> None:
             loss = loss.item()
         result.losses.append(None if loss is None else float(loss))
         result.grads.append(full_tensors(run.model, gradients=True))
-        sends_before = run.sends.number
+        sends_before = run.sends.elements
         run.step()
-        cast("list[int]", result.sends_in_step).append(run.sends.number - sends_before)
+        cast("list[int]", result.sends_in_step).append(run.sends.elements - sends_before)
+        reduced_later = cast("list[frozenset[str]]", result.reduced_later)
+        reduced_later.append(optimizer_grads.reduced_later())
     result.params.append(full_tensors(run.model))
     cast("list[Tensors]", result.given).append(optimizer_grads.full())
     cast("list[int]", result.backwards).append(run.watch.backwards)
@@ -210,13 +225,32 @@ def _begun(program: Program, axes: Mapping[str, int], steps: int, seed: int) -> 
         stack.enter_context(any_comm_hook())
         own_seed = 1000 * seed + rank  # so that what is not seeded by the program differs
         torch.manual_seed(own_seed)
-        model, loss_fn, batch, step = _parts(program(rank, world))
+        try:
+            result = program(rank, world)
+        except KeyError as error:
+            raise _without_axis(error, axes) from None
+        model, loss_fn, batch, step = _parts(result)
         batches = _batches_of(batch, steps)
         _widen_all(model, batches)
         return _BegunProgram(
             stack.pop_all(), watch, Uses(model), sends, own_seed, model, loss_fn, batches, step
         )
     raise AssertionError  # for the type checker: an ExitStack may swallow exceptions
+
+
+class MissingAxisError(PromiseError):
+    """A program needs an axis of its mesh that the command did not name."""
+
+
+def _without_axis(error: KeyError, axes: Mapping[str, int]) -> Exception:
+    """Return the error of a mesh that has no axis of a name; any other as it is."""
+    found = re.search(r"Invalid mesh_dim_names? (.*) specified", str(error))
+    names = re.findall(r"\w+", found[1]) if found is not None else []
+    missing = [name for name in names if name not in axes]
+    if not missing:
+        return error
+    axis = missing[0]
+    return MissingAxisError(f"the program asks for axis {axis!r}: add {axis}=1 to --mesh.")
 
 
 @contextmanager
@@ -385,26 +419,67 @@ def _has_taken_gradients(run: _BegunProgram, before: Versions) -> bool:
     return False
 
 
-class _OptimizerGradients:
-    """Keeps the gradients that optimizers of torch are given, each at its first step."""
+def may_reduce_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True unless an optimizer is one of torch: those take gradients as they are.
 
-    def __init__(self, model: Any) -> None:
+    ZeroRedundancyOptimizer communicates, but sends parameters.
+    """
+    return not type(optimizer).__module__.startswith("torch.")
+
+
+class _OptimizerGradients:
+    """Keeps the gradients that optimizers of torch are given, each at its first step.
+
+    It keeps what they have made of parameters too, to see whether `step()` changes that.
+    """
+
+    def __init__(self, model: Any, sends: Sends) -> None:
+        self._sends = sends
+        self._sends_before: dict[int, int] = {}
+        self._updated: Tensors = {}
+        self._reduced_later: set[str] = set()
         self._params: dict[str, Tensor] = {}
         if not has_flat_parameters(model):
             self._params = dict(named_parameters(model))
         self._grads: Tensors = {}
 
     def __enter__(self) -> None:
-        self._hook = register_optimizer_step_pre_hook(self._keep)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
 
     def __exit__(self, *_: object) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
-    def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        ids = {id(x) for group in optimizer.param_groups for x in group["params"]}
-        for name, x in self._params.items():
-            if id(x) in ids and x.grad is not None and name not in self._grads:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._sends_before[id(optimizer)] = self._sends.elements
+        for name, x in self._params_of(optimizer).items():
+            if x.grad is not None and name not in self._grads:
                 self._grads[name] = x.grad.detach().clone()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        has_sent = self._sends.elements > self._sends_before[id(optimizer)]
+        updated = self._params_of(optimizer)
+        if has_sent and may_reduce_gradients(optimizer):
+            self._reduced_later.update(updated)
+        for name, x in updated.items():
+            self._updated[name] = _local(x).detach().clone()
+
+    def _params_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        ids = {id(x) for group in optimizer.param_groups for x in group["params"]}
+        return {name: x for name, x in self._params.items() if id(x) in ids}
+
+    def reduced_later(self) -> frozenset[str]:
+        """Return the parameters that are changed after an optimizer has, or that it may reduce."""
+        names = set(self._reduced_later)
+        for name, updated in self._updated.items():
+            now = _local(self._params[name]).detach()
+            bound = bound_of(now, 0.0, torch.float64)
+            if largest(now - updated) > bound:
+                names.add(name)
+        return frozenset(names)
 
     def full(self) -> Tensors:
         """Return the gradients as full tensors, after the step: then all processes take part."""

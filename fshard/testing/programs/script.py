@@ -24,7 +24,7 @@ from fshard.errors import PromiseError
 from fshard.launching.pool import Processes
 from fshard.testing.certificate import Certificate, CertificateRow
 from fshard.testing.programs.batches import Axes
-from fshard.testing.programs.certify import PRELOADED
+from fshard.testing.programs.certify import PRELOADED, validate_axes
 from fshard.testing.programs.compare import judge_ranks, mesh_text, notes_on
 from fshard.testing.programs.layouts import Parts
 from fshard.testing.programs.loaders import Batches, EndOfInputs, Joining, Reader
@@ -243,6 +243,8 @@ def _error(script: Script, place: Place, error: BaseException, output: Path) -> 
     process = "the one process" if place.is_alone else f"rank {place.rank} of {place.size}"
     line = (frames[-1].line if frames else None) or ""
     text = str(error).strip().partition("\n")[0] or line
+    if isinstance(error, SystemExit):
+        text = _last_line(error, output)
     words = f"{text} {line}".lower()
     if "cuda" in words or "gpu" in words:
         text += (
@@ -253,6 +255,14 @@ def _error(script: Script, place: Place, error: BaseException, output: Path) -> 
     trace = "".join(traceback.format_exception(error)).splitlines()
     failure.add_note("\n".join([*written[-LINES:], *trace[-LINES:]]))
     return failure
+
+
+def _last_line(error: SystemExit, output: Path) -> str:
+    """Return the last line of a script that exits: of its text, or of its output."""
+    text = str(error.code)
+    if isinstance(error.code, int):
+        text = output.read_text(errors="replace").strip() or text
+    return text.strip().splitlines()[-1]
 
 
 def _wait_for_others(place: Place) -> None:
@@ -278,6 +288,7 @@ def certify_script(
     dtype: torch.dtype | None = None,
     splits: Mapping[str, int] | None = None,
     parts: Parts | None = None,
+    same: Sequence[str] = (),
     record: str | Path | None = None,
     timeout: float = 180.0,
 ) -> Certificate:
@@ -295,6 +306,7 @@ def certify_script(
         dtype: see `certify_program`, as for `splits` and `parts`.
         splits: the dim of batches that is split along an axis.
         parts: the rows of each part of a parameter.
+        same: the axes along which equal batches are meant.
         record: a file for the collectives of the steps, which `fshard explore` shows. It is for one
             mesh.
         timeout: seconds that the processes of a mesh may take.
@@ -313,6 +325,7 @@ def certify_script(
         )
     if record is not None and len(meshes) > 1:
         raise ValueError(f"certify_script: record must be of one mesh; got {len(meshes)} meshes.")
+    validate_axes("certify_script", meshes, splits or {}, same)
     script = Script(str(file), tuple(args), str(Path.cwd()), steps, record is not None)
     script_alone = script if alone is None else script._replace(arguments=tuple(alone))
     rows: list[CertificateRow] = []
@@ -324,7 +337,7 @@ def certify_script(
         if record is not None:
             words = " ".join([file.name, *args])
             Recording(words, [each.calls for each in ranks], axes).save(record)
-        found = runs.verdict(ranks, dtype, parts)
+        found = runs.verdict(ranks, dtype, parts, same)
         rows += found.rows
         numbers.append(found.steps)
         prefix = f"{mesh_text(axes)}: " if len(meshes) > 1 else ""
@@ -355,7 +368,11 @@ class _ScriptRuns(NamedTuple):
             return _outcomes(pool, run_in_processes, self.script)
 
     def verdict(
-        self, ranks: Sequence[ScriptRecord], dtype: torch.dtype | None, parts: Parts | None
+        self,
+        ranks: Sequence[ScriptRecord],
+        dtype: torch.dtype | None,
+        parts: Parts | None,
+        same: Sequence[str],
     ) -> _Verdict:
         """Run a script in one process, and judge the run in the processes of a mesh."""
         axes = self.joining.axes
@@ -382,7 +399,7 @@ class _ScriptRuns(NamedTuple):
         record = single.rank
         number = len(record.params)
         records = [_first_steps(each.rank, number) for each in ranks]
-        rows = judge_ranks(axes, records, record, dtype, parts)
+        rows = judge_ranks(axes, records, record, dtype, parts, same)
         rows += _rows_of_kept_gradients(mesh, record)
         notes = [*notes_on(axes, records, record, dtype), *_notes_on_rates(ranks, single)]
         if number < numbers[0]:
@@ -485,6 +502,8 @@ def _first_steps(record: RankRecord, number: int) -> RankRecord:
         given=record.given[:number],
         kept=record.kept[:number],
         backwards=record.backwards[:number],
+        sends_in_step=record.sends_in_step[:number],
+        reduced_later=record.reduced_later[:number],
     )
 
 
@@ -583,5 +602,7 @@ def _rows_of_kept_gradients(mesh: str, single: RankRecord) -> list[CertificateRo
                 f"step {step}: the gradient of {name} was not 0 when the step began, in the one "
                 "process too: call zero_grad() in each step"
             )
+            if "set_requires_gradient_sync" in single.sync_hint:
+                text = f"step {step}: gradients of a step before are left{single.sync_hint}"
             return [_row(mesh, "gradients", text)._replace(step=step)]
     return []

@@ -32,12 +32,13 @@ from fshard.testing.programs.parameters import (
     full_tensors,
     has_flat_parameters,
     named_parameters,
+    sync_hint,
     tied_names,
     unsharded,
     without_wrappers,
 )
 from fshard.testing.programs.precision import Sends, widen
-from fshard.testing.programs.record import RankRecord
+from fshard.testing.programs.record import RankRecord, may_reduce_gradients
 from fshard.testing.programs.substitutions import OnCpu
 from fshard.testing.programs.uses import Uses
 from fshard.torch_collectives import RecordedCall
@@ -102,6 +103,7 @@ class Watcher:
         self._backwards: list[int] = []
         self._batches: list[PyTree] = []
         self._sends_in_step: list[int] = []
+        self._reduced_later: list[frozenset[str]] = []
 
         self._steps = steps
         self._mode = mode
@@ -118,6 +120,7 @@ class Watcher:
         self._loss: float | None = None
         self._backward = 0
         self._sends_of_backward = 0
+        self._sends_of_optimizer = 0
         self._taken: dict[int, Tensor] = {}
         self._kept_now: frozenset[str] = frozenset()
 
@@ -129,12 +132,12 @@ class Watcher:
     @contextmanager
     def _aside(self) -> Generator[None]:
         """Let what is computed and sent in the block be none of the script."""
-        number = self._sends.number
+        elements = self._sends.elements
         dtypes = set(self._sends.dtypes)
         number_of_calls = len(self._calls)
         with DisableTorchFunction():
             yield
-        self._sends.number = number
+        self._sends.elements = elements
         self._sends.dtypes = dtypes
         del self._calls[number_of_calls:]
 
@@ -160,11 +163,13 @@ class Watcher:
         tied: dict[str, str] = {}
         order: list[str] = []
         dtypes: set[torch.dtype] = set()
+        hint = ""
         for prefix, module, uses in self._roots:
             named = named_parameters(module)
             frozen.update([prefix + name for name, x in named if not x.requires_grad])
             for name, first in tied_names(module).items():
                 tied[prefix + name] = prefix + first
+            hint = hint or sync_hint(module)
             order += [prefix + name for name in uses.names()]
             dtypes.update([x.dtype for _, x in named])
         kept = self._kept[:number]
@@ -182,12 +187,14 @@ class Watcher:
             kept=kept,
             frozen=frozenset(frozen),
             tied=tied,
+            sync_hint=hint,
             order=order,
             backwards=self._backwards[:number],
             computed_in=frozenset(self._mode.in_forward | low_dtypes),
             rounded_in=frozenset(self._mode.elsewhere),
             sent_in=frozenset(self._sends.dtypes),
-            sends_in_step=self._sends_in_step,
+            sends_in_step=self._sends_in_step[:number],
+            reduced_later=self._reduced_later[:number],
         )
 
     # -- forward -----------------------------------------------------------------------------------
@@ -301,7 +308,7 @@ class Watcher:
         self._depth -= 1
         if not is_backward:
             return
-        self._sends_of_backward = self._sends.number
+        self._sends_of_backward = self._sends.elements
         with self._aside():
             self._taken = {}
             for root in self._roots:
@@ -343,12 +350,16 @@ class Watcher:
         self._loss = None
         self._backward = 0
         self._kept_now = frozenset()
+        self._sends_of_optimizer = self._sends.elements
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth_of_step -= 1
         if self._depth_of_step:
             return
-        self._sends_in_step.append(self._sends.number - self._sends_of_backward)
+        self._sends_in_step.append(self._sends.elements - self._sends_of_backward)
+        has_sent = self._sends.elements > self._sends_of_optimizer
+        may_reduce = has_sent and may_reduce_gradients(optimizer)
+        self._reduced_later.append(frozenset(self._given[-1]) if may_reduce else frozenset())
         self._number_of_calls = len(self._calls)
         with self._aside():
             params = dict(self.start)
