@@ -110,7 +110,7 @@ def describe(
     >>> plans = fs.plan.search(small, **options, tensor=1, pipeline=1, rows=1)
     >>> described = describe(plans[0], small, plans=plans)
     >>> described.facts()["model"], described.tokens
-    ('79.2 k parameters, 2 layers, 32 tokens a sample', 128)
+    ('95.0 k parameters, 2 layers, 32 tokens a sample', 128)
     """
     module = model
     if not isinstance(module, nn.Module):

@@ -53,6 +53,9 @@ SIMULATED = 48
 LARGEST_COUNT = 2**20
 """Devices and samples of a step: their divisors are tried one after another."""
 
+MOST_LAYERS = 100_000
+"""The layers of a model: more are a mistake, and each is placed on a stage."""
+
 PROGRAMS = 112
 """The layers, times microbatches, of all programs that a search runs: about five seconds."""
 
@@ -299,6 +302,10 @@ def search(
     assert_cluster(cluster, "plan.search")
     counts = _counts(devices, global_batch)
     layered = layered_model(model, batch, optimizer, loss, blocks)
+    if layered.layers > MOST_LAYERS:
+        raise PlanError(
+            f"plan.search: layers must be at most {MOST_LAYERS:,}; got {layered.layers:,}."
+        )
     choices = plan_choices(constraints, layered.experts)
     numbers = " or ".join(map(str, counts))
 

@@ -98,14 +98,14 @@ def test_page_says_why_the_plan_is_the_best():
 
 
 def test_source_lines_are_those_of_layers():
-    """Memory of the forward and of the backward, and collectives along an axis of layers."""
+    """Memory at the peak, and collectives along an axis of layers."""
     shown = document(described(with_tensor()))["plans"][0]
     lines = {row["site"] for row in shown["rows"] if "model" in row["axes"]}
     layers = {line for line in lines if "models.py" in line}
     assert any("_attend" in line for line in layers) and any("_mlp" in line for line in layers)
     holders = shown["devices"][0]["holders"]
-    of_gradients = {line for _, purpose, line in holders if purpose == "gradients"}
-    assert any("models.py" in line for line in of_gradients)
+    of_activations = {line for _, purpose, line in holders if purpose == "activations"}
+    assert any("_projected" in line for line in of_activations)
 
 
 def test_lines_of_the_step_itself_are_its_units(saved, tmp_path):
