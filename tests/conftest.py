@@ -17,6 +17,9 @@ from tests.helpers.sampled import THOROUGH
 
 pytest_plugins = ["pytester"]
 
+# Programs of users: an import runs them, and they look for processes of torchrun.
+collect_ignore = ["testing/scripts"]
+
 # Several workers share the processors: more threads in each would only wait for each other.
 # Programs that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
