@@ -1,4 +1,4 @@
-"""What a block sets holds in its backwards, where autograd would run them in a thread of its own.
+"""The facts that a block sets hold in its backwards, where autograd would run them in a thread of its own.
 
 Oracle: the same backward in the calling thread.
 """

@@ -184,7 +184,7 @@ class Cluster:
         raise AssertionError("the last link takes any number of devices")
 
     def level_between(self, source: int, target: int, devices: int = 1) -> NetworkLevel:
-        """Return the level of the network between two devices of so many."""
+        """Return the level of the network between two devices of a mesh."""
         bandwidth = float("inf")
         for number, link in enumerate(self.links):
             bandwidth = min(bandwidth, link.bandwidth)

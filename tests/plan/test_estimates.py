@@ -1,4 +1,4 @@
-"""What a plan prints is its program's: bytes and seconds of drawn pairs of a model and a layout are
+"""A plan prints the numbers of its program: bytes and seconds of drawn pairs of a model and a layout are
 near those of the program with all layers and microbatches, which `fs.plan.cost` runs in full.
 """
 
@@ -21,6 +21,7 @@ from fshard.plan.programs.shortened import size_of_programs
 from fshard.plan.programs.staged import size_of_stages
 from fshard.plan.search import PROGRAMS
 from tests.helpers.sampled import THOROUGH, thorough
+from tests.pipeline.schedule.drawn import NAMES as SCHEDULES
 
 H100 = cluster("h100", node=8)
 ADAMW = optim.with_master_weights(optim.adamw(3e-4))
@@ -41,18 +42,6 @@ MODELS = {
         4, 4096, 14336, 32, 8, 32000, 4096, experts=8, top_k=2, expert_ffn=14336
     ),
 }
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "bfs",
-    "zb-h1",
-    "zb-h2",
-    "zbv",
-    "v-half",
-    "v-min",
-    "dualpipe-v",
-)
 MOST_WORK = 64
 """The layers times microbatches of a program that a test runs in full."""
 

@@ -1075,7 +1075,7 @@ def sparse_gradients(rank, world):
     return model, loss, ids, lambda: (opt.step(), opt.zero_grad())
 
 
-# -- gradients that nobody reduces, which changes do not show --------------------------------------
+# -- gradients that are not reduced, which changes do not show -------------------------------------
 
 
 class BySigns(torch.optim.Optimizer):

@@ -395,7 +395,9 @@ def store_within(
         wait([meeting], _LOOK)
     if meeting.done():
         return meeting.result()
-    raise dist.DistNetworkError(f"No store answered there within {limit.total_seconds():g} s.")
+    # By its text, as by that of torch's own errors, a caller sees that a limit was exceeded.
+    seconds = f"{limit.total_seconds():g} s"
+    raise dist.DistNetworkError(f"Timed out: no store answered there within {seconds}.")
 
 
 def failure_key(rank: int) -> str:

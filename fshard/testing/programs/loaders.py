@@ -285,7 +285,7 @@ def _like(template: Any, batch: PyTree) -> Any:
 
 
 class Joining(NamedTuple):
-    """How the batches of processes become those of one.
+    """Joins the batches of processes to those of one.
 
     Args:
         axes: of the mesh.

@@ -301,7 +301,7 @@ def certify_script(
         path: of the script.
         meshes: axes and sizes, such as {"data": 2, "model": 2}; one or several.
         args: of the script.
-        steps: after so many steps of the first optimizer the script ends.
+        steps: after this number of steps of the first optimizer the script ends.
         alone: the arguments in one process, where they are others, as `--tp 1`.
         dtype: see `certify_program`, as for `splits` and `parts`.
         splits: the dim of batches that is split along an axis.

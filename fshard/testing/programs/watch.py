@@ -72,7 +72,7 @@ class Watcher:
     """Watches the training in this process.
 
     Args:
-        steps: after so many of the first optimizer the script ends.
+        steps: after this number of the first optimizer the script ends.
         mode: under which it runs.
         reader: of its batches.
         sends: of the script.

@@ -392,3 +392,9 @@ def test_make_mesh_silent_program_on_the_port_raises():
 
 def test_time_limit_of_infinity_is_thirty_days():
     assert time_limit(2.5).total_seconds() == 2.5 and time_limit(math.inf).days == 30
+
+
+def test_a_store_that_does_not_answer_is_an_exceeded_limit():
+    """`Members` knows it from a lost process by the text, as it does for torch's own errors."""
+    with pytest.raises(dist.DistNetworkError, match="Timed out: no store answered there"):
+        launchers.store_within(lambda: time.sleep(0.3), timedelta(seconds=0.05))
