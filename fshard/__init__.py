@@ -6,38 +6,11 @@ devices (threads of this process), on real ones (torch.distributed) and on none 
 
 from importlib import import_module
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fshard import (
-    array,
-    comm,
-    errors,
-    experts,
-    explore,
-    memory,
-    mesh,
-    nn,
-    optim,
-    pipeline,
-    refit,
-    report,
-    tensor,
-)
-from fshard.auditing.audit import audit
-from fshard.auditing.replay import replay
-from fshard.booster.booster import Booster
-from fshard.booster.gemini import GeminiPlugin
-from fshard.booster.hybrid import HybridParallelPlugin
-from fshard.booster.parallel import parallel
-from fshard.booster.plugins import DDPPlugin, FSDPPlugin, ZeroPlugin
-from fshard.checkpoint.folder import Checkpoints
-from fshard.checkpoint.foreign.export import export
-from fshard.checkpoint.random import RandomState
-from fshard.checkpoint.restore import restore
-from fshard.checkpoint.save import save
+from fshard import array, errors, experts, explore, memory, mesh, nn, optim, pipeline, tensor
 from fshard.explore.picture import visualize
 from fshard.foreign_names import hint
-from fshard.launching.launch import launch
 from fshard.mesh.collectives.api import (
     all_gather,
     all_to_all,
@@ -63,10 +36,8 @@ from fshard.mesh.reshard.device_put import device_put, reshard, unshard
 from fshard.mesh.spmd.run import run
 from fshard.mesh.spmd.shard_map import shard_map
 from fshard.optim.partition import partition_optimizer
-from fshard.parallelism.value import Parallelism
 from fshard.pipeline.schedule.builders import pipeline_schedule
 from fshard.randomness import keyed_random
-from fshard.recovery.elastic import elastic
 from fshard.tensor.plan import tensor_parallel
 from fshard.transforms.evaluate import evaluate
 from fshard.transforms.fsdp.param_runtime import with_unsharded_params
@@ -78,17 +49,66 @@ from fshard.transforms.stages.plan import shard_stages
 from fshard.transforms.train_step import train_step
 from fshard.transforms.value_and_grad import grad, value_and_grad
 
+if TYPE_CHECKING:
+    from fshard import comm, refit, report
+    from fshard.auditing.audit import audit
+    from fshard.auditing.replay import replay
+    from fshard.booster.booster import Booster
+    from fshard.booster.gemini import GeminiPlugin
+    from fshard.booster.hybrid import HybridParallelPlugin
+    from fshard.booster.parallel import parallel
+    from fshard.booster.plugins import DDPPlugin, FSDPPlugin, ZeroPlugin
+    from fshard.checkpoint.folder import Checkpoints
+    from fshard.checkpoint.foreign.export import export
+    from fshard.checkpoint.random import RandomState
+    from fshard.checkpoint.restore import restore
+    from fshard.checkpoint.save import save
+    from fshard.launching.launch import launch
+    from fshard.parallelism.value import Parallelism
+    from fshard.recovery.elastic import elastic
+
+# Packages on top of the core are imported when a name of theirs is first used: a program uses few
+# of them. What changes torch's operations on arrays, or how values are shown, is imported above.
+_NAMESPACES = ("comm", "plan", "refit", "report", "testing")
+_MODULES = {
+    "audit": "fshard.auditing.audit",
+    "replay": "fshard.auditing.replay",
+    "Booster": "fshard.booster.booster",
+    "GeminiPlugin": "fshard.booster.gemini",
+    "HybridParallelPlugin": "fshard.booster.hybrid",
+    "parallel": "fshard.booster.parallel",
+    "DDPPlugin": "fshard.booster.plugins",
+    "FSDPPlugin": "fshard.booster.plugins",
+    "ZeroPlugin": "fshard.booster.plugins",
+    "Checkpoints": "fshard.checkpoint.folder",
+    "export": "fshard.checkpoint.foreign.export",
+    "RandomState": "fshard.checkpoint.random",
+    "restore": "fshard.checkpoint.restore",
+    "save": "fshard.checkpoint.save",
+    "launch": "fshard.launching.launch",
+    "Parallelism": "fshard.parallelism.value",
+    "elastic": "fshard.recovery.elastic",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Import `fshard.testing`, which needs test packages, and `fshard.plan` on first use.
+    """Import a package, or a name of one, when it is first used.
 
     Also read the version, and hint at fshard's word for a name of another library.
     """
-    if name in ("testing", "plan"):
+    if name in _NAMESPACES:
         return import_module(f"fshard.{name}")
+    if name in _MODULES:
+        value = getattr(import_module(_MODULES[name]), name)
+        globals()[name] = value
+        return value
     if name == "__version__":
         return version("fshard")
     raise AttributeError(f"module 'fshard' has no attribute {name!r}.{hint(name)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 __all__ = [

@@ -551,8 +551,39 @@ def test_every_public_function_is_annotated():
     assert {name: names for name, names in missing.items() if names} == {}
 
 
+def printed_by(code: str) -> str:
+    """Run code in a new interpreter; return what it prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_import_takes_few_modules_beside_those_of_torch():
+    """The bound of the time to import, a quarter of torch's, without a clock.
+
+    A package on top of the core is imported when a name of it is first used.
+    """
+    count = "import sys, torch; before = len(sys.modules); import fshard"
+    assert int(printed_by(f"{count}; print(len(sys.modules) - before)")) <= 300
+
+
+def test_names_that_are_imported_on_first_use_are_those_that_checkers_see():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    blocks = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {}
+    for statement in chain.from_iterable(block.body for block in blocks):
+        for alias in statement.names:
+            seen[alias.name] = statement.module
+    namespaces = {name for name, module in seen.items() if module == "fshard"}
+    assert namespaces == {*fshard._NAMESPACES} - {"plan", "testing"}
+    assert {name: seen[name] for name in seen.keys() - namespaces} == fshard._MODULES
+
+
+def test_names_that_are_imported_on_first_use_are_listed_before():
+    """Jupyter completes the names of `dir`."""
+    assert printed_by("import fshard; print({*fshard.__all__} - {*dir(fshard)})") == "set()"
+
+
 def test_import_skips_slow_modules():
     slow = ("torch.distributed.tensor", "rich")
     code = f"import sys, torch, fshard; print([x for x in {slow} if x in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert printed_by(code) == "[]"

@@ -34,19 +34,6 @@ from fshard.mesh.layout.tree import NAMESPACE, Structure
 
 _optree: Any = optree
 
-
-def _counter_children(x: Counter[Any]) -> tuple[list[int], list[Any], list[Any]]:
-    keys = list(x)
-    return list(x.values()), keys, keys
-
-
-def _counter_of(keys: list[Any], counts: Sequence[int]) -> Counter[Any]:
-    return Counter(dict(zip(keys, counts, strict=True)))
-
-
-# The milestones of MultiStepLR are a Counter, which optree takes for a leaf.
-_optree.register_pytree_node(Counter, _counter_children, _counter_of, namespace=NAMESPACE)
-
 TreePath = tuple[Any, ...]
 PLAIN = (int, float, str, bool, type(None))
 

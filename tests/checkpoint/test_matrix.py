@@ -14,6 +14,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import P, optim
+from fshard.checkpoint.index import read_index
 from fshard.checkpoint.names import is_array, leaves_of
 from fshard.mesh.layout import map_leaves
 from fshard.mesh.spmd.run import local_devices
@@ -219,7 +220,7 @@ def test_checkpoints_of_all_layouts_have_the_same_bytes_in_total(folder):
     total = sum(bytes_of_leaves.values())
 
     for name in LAYOUTS:
-        writers = fs.checkpoint.index.read_index(folder / name).writers
+        writers = read_index(folder / name).writers
         assert sum(writer.size - writer.header for writer in writers) == total
 
 

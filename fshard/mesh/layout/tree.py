@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -27,6 +28,19 @@ PyTree = Any
 """A tensor, or any nesting of optree containers with tensors as leaves."""
 Structure = optree.PyTreeSpec
 _o: Any = optree  # its annotations have no type for any tree
+
+
+def _counter_children(x: Counter[Any]) -> tuple[list[int], list[Any], list[Any]]:
+    keys = list(x)
+    return list(x.values()), keys, keys
+
+
+def _counter_of(keys: list[Any], counts: Sequence[int]) -> Counter[Any]:
+    return Counter(dict(zip(keys, counts, strict=True)))
+
+
+# The milestones of MultiStepLR are a Counter, which optree takes for a leaf.
+_o.register_pytree_node(Counter, _counter_children, _counter_of, namespace=NAMESPACE)
 
 
 def flatten(tree: PyTree, *, none_is_leaf: bool = False) -> tuple[list[Any], Structure]:
