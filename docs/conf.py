@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -15,6 +16,10 @@ shutil.copytree(ROOT / "notebooks", HERE / "notebooks", ignore=shutil.ignore_pat
 project = "fshard"
 author = "The fshard authors"
 copyright = author
+# The version is on each page. A release publishes its site beside those of before, in a folder of its own.
+with (ROOT / "pyproject.toml").open("rb") as file:
+    metadata = tomllib.load(file)["project"]
+version = release = metadata["version"]
 
 extensions = [
     "sphinx.ext.autodoc",
@@ -43,10 +48,18 @@ python_maximum_signature_line_length = 100
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
-html_title = "fshard"
+html_title = f"fshard {release}"
 html_static_path = ["_static"]
 html_css_files = ["fshard.css"]
 html_show_sourcelink = False
+# The address of the repository is that of pyproject.toml: without one, pages have no link to it.
+repository = metadata.get("urls", {}).get("Repository")
+if repository:
+    html_theme_options = {
+        "source_repository": repository,
+        "source_branch": f"v{release}",
+        "source_directory": "docs/",
+    }
 html_copy_source = False
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
