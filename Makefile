@@ -3,18 +3,20 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
+# The library and what it needs, without extras: all that `make demo` waits for.
+LIBRARY := $(VENV)/.library
 # One more than two processors: many tests wait, for processes that start or for a limit of time.
 WORKERS ?= 3
 # Tests start some hundred Python processes, which import torch in half the time if it is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick thorough bench check format notebooks docs clean
+.PHONY: help demo test quick thorough bench check format notebooks docs dist clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14
 
-demo: $(READY)  ## train a small GPT under ZeRO-3 on eight virtual devices (ARGS="--stage 1" and more)
+demo: $(LIBRARY)  ## train a small GPT under ZeRO-3 on eight virtual devices (ARGS="--stage 1" and more)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(READY)  ## run every test: tests/, doctests, notebooks (ARGS="-k name" chooses, WORKERS=0 runs one at a time)
@@ -53,14 +55,21 @@ notebooks: $(READY)  ## execute the notebooks and write their outputs back
 docs: $(READY)  ## build the documentation site in build/docs, offline; warnings are errors
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -d build/doctrees docs build/docs
 
+dist: $(READY)  ## build wheel and sdist in dist/, and check them in a bare environment
+	$(BIN)/python .ci/dist.py
+
 clean:  ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is written last: an interrupted install starts again.  Python compiles modules as they are imported: most never are.
-$(READY): pyproject.toml constraints.txt tests/third_party.txt
+# A stamp is written last: an interrupted install starts again.  Python compiles modules as they are imported: most never are.
+$(LIBRARY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("fshard needs Python 3.11 or newer: make PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable .
+	@touch $@
+
+$(READY): $(LIBRARY) tests/third_party.txt
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test,hf,docs,dev]'
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/third-party --requirement tests/third_party.txt || \
 	    echo "tests/third_party.txt could not be installed: its tests will be skipped"

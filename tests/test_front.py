@@ -7,11 +7,8 @@ import ast
 import importlib
 import json
 import re
-import tomllib
 from pathlib import Path
 from types import ModuleType
-
-import pytest
 
 import fshard as fs
 
@@ -51,8 +48,9 @@ def texts_of(path):
 
 def anchors_of(path):
     """Return the anchors of the headings of a page, as GitHub and Sphinx make them."""
-    anchors = set()
-    for heading in re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE):
+    text = path.read_text(encoding="utf-8")
+    anchors = {*re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE)}  # named by the page
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
         words = re.sub(r"[^\w\- ]", "", heading.lower().strip("`"))
         anchors.add(words.replace(" ", "-"))
     return anchors

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-from torch import Tensor
-
 import fshard as fs
+import torch
 from fshard import P
 from fshard.mesh.spmd import moments
 from fshard.mesh.spmd.scope import here
 from fshard.transforms.fsdp.reductions import Reducer
 from fshard.transforms.fsdp.units import Unit
+from torch import Tensor
 
 FILE = Path(__file__).with_name("step.svg")
 LAYERS, WIDTH, DEVICES = 4, 32, 4
