@@ -125,7 +125,8 @@ def from_spmd_type(spmd_type: SpmdType, mesh: Mesh) -> Layout:
     for types that fix no layout: V without a dim, and axes of the mesh without a kind.
 
     Args:
-        spmd_type: of the tensor. Axes are names of the mesh, or what spmd_types makes of its groups.
+        spmd_type: of the tensor. Axes are names of the mesh, or the MeshAxis or process group of
+            one.
         mesh: the devices.
     """
     from spmd_types import types
@@ -178,7 +179,9 @@ def _names_of_groups(mesh: Mesh) -> dict[Any, str]:
 
     A key is the MeshAxis that spmd_types makes of the axis's process group.
     """
-    from spmd_types import MeshAxis  # pyright: ignore[reportPrivateImportUsage]  # there is no __all__
+    from spmd_types import (
+        MeshAxis,  # pyright: ignore[reportPrivateImportUsage]  # it has no __all__
+    )
 
     names: dict[Any, str] = {}
     for name, (size, stride) in mesh.steps.items():
@@ -203,8 +206,8 @@ def _name_of(axis: Any, mesh: Mesh, names: dict[Any, str]) -> str | None:
         return None
     if group not in names:
         raise LayoutError(
-            f"from_spmd_type: spmd_type must have axes of {mesh}; got {group}. Give the mesh that it "
-            "was made for, or names of axes."
+            f"from_spmd_type: spmd_type must have axes of {mesh}; got {group}. Give the mesh that "
+            "it was made for, or names of axes."
         )
     return names[group]
 
@@ -225,8 +228,8 @@ def _dims_by_partition_spec(
                 continue
             if kinds.get(name, V) is not V:
                 raise LayoutError(
-                    f'from_spmd_type: spmd_type must have V for "{name}", which shards dim {dim}; got '
-                    f"{kinds[name]!r}. Leave it out of the PartitionSpec."
+                    f'from_spmd_type: spmd_type must have V for "{name}", which shards dim {dim}; '
+                    f"got {kinds[name]!r}. Leave it out of the PartitionSpec."
                 )
             dims[dim] = (*dims.get(dim, ()), name)
     return dims

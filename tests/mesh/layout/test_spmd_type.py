@@ -1,5 +1,5 @@
-"""`fs.mesh.to_spmd_type` and `from_spmd_type`: round trips of drawn layouts and types, and on processes
-the collectives of spmd_types, which unshard what a type states.
+"""`fs.mesh.to_spmd_type` and `from_spmd_type`: round trips of drawn layouts and types, and on
+processes the collectives of spmd_types, which unshard what a type states.
 """
 
 import re
@@ -127,11 +127,11 @@ KINDS = {"data": spmd.R, "model": spmd.R, "seq": spmd.R}
 # Each is a call that fixes no layout or no type, and what the error names.
 WRONG = {
     "V without a dim": ({**KINDS, "data": spmd.V}, None, 'the dim that "data" shards'),
-    "an axis without a kind": ({"data": spmd.R, "model": spmd.R}, None, 'a kind for "seq"; got none'),
+    "an axis without": ({"data": spmd.R, "model": spmd.R}, None, 'a kind for "seq"; got none'),
     "dims counted back": ({**KINDS, "data": spmd.S(-1)}, None, "must be counted from 0; got S(-1)"),
     "no order": ({**KINDS, "data": spmd.S(0), "seq": spmd.S(0)}, None, "must have an order"),
     "two kinds": ({**KINDS, GROUPS["data"]: spmd.P}, None, 'one kind for "data"; got R and P'),
-    "R and sharded": (KINDS, (GROUPS["data"],), 'must have V for "data", which shards dim 0; got R'),
+    "R and sharded": (KINDS, (GROUPS["data"],), 'V for "data", which shards dim 0; got R'),
     "another group": ({**KINDS, spmd.MeshAxis.of(4, 3): spmd.R}, None, "must have axes of Mesh("),
 }  # fmt: skip
 
@@ -162,7 +162,7 @@ def test_arguments_of_conversions_are_checked():
 
 
 def unshard_by_their_collectives():
-    """Unshard arrays by the collectives of spmd_types, which check the types that they are given."""
+    """Unshard arrays by the collectives of spmd_types, which check the types of arguments."""
     import spmd_types.checker
 
     mesh = fs.make_mesh({"data": 2, "model": 2})
