@@ -71,9 +71,7 @@ def gpu_benchmark(*argument_lists):
 
 
 def test_gpu_benchmark_runs_on_a_cpu():
-    """Tiny sizes, over gloo: each kind of part, and --smoke with a pipeline; that by one process
-    under NCCL's rules too.
-    """
+    """Tiny sizes, over gloo: each kind of part, and --smoke with a pipeline."""
     variants = ["--only", "ddp", "fully_shard", "fshard 3", "reproducible 0", "reproducible 3"]
     parts = ["masters", "reproducible", "wires", "checkpoints", *variants]
     (numbers, _), (_, smoke) = run_processes(gpu_benchmark, 2, parts, ["--smoke"], timeout=300)[0]
@@ -85,11 +83,16 @@ def test_gpu_benchmark_runs_on_a_cpu():
     assert len(pairs) == 6 and all(
         row.keys() == {"ours", "torch"} and min(row.values()) > 0 for row in pairs
     )
-    ((_, alone),) = run_processes(
+    assert "304 calls are exact" in smoke and "FAILED" not in smoke
+
+
+@pytest.mark.thorough
+def test_smoke_of_one_process_runs_under_the_rules_of_nccl():
+    """`tests/mesh/runtimes/test_under_nccl_rules.py` has its calls, on several processes."""
+    ((_, smoke),) = run_processes(
         Ruled(gpu_benchmark), 1, ["--smoke"], environment=RULES, timeout=300
     )[0]
-    for text in (smoke, alone):
-        assert "304 calls are exact" in text and "FAILED" not in text
+    assert "304 calls are exact" in smoke and "FAILED" not in smoke
 
 
 def test_exposed_communication_is_that_without_kernels(load):
@@ -255,5 +258,7 @@ def test_copies_of_every_fourth_step_send_a_quarter(load):
     assert len({one.sent for one in found.values()}) == 1
 
 
+@pytest.mark.thorough
 def test_processes_make_a_step_after_one_is_killed(load):
+    """`tests/test_elastic.py` has the recovery itself."""
     assert 0 < load("elastic").seconds_to_next_step(3, 0, {}, 1) < 60

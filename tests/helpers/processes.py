@@ -27,6 +27,13 @@ HAS_FOREIGN_ENGINE = bool(os.environ.get("FSHARD_FOREIGN_BACKWARD"))
 """True if all backwards are to run in threads of another engine."""
 
 
+ONE_LINK = pytest.mark.parametrize("link", ["rules" if HAS_RULES else "direct"], indirect=True)
+"""A mark for tests of `two` and `four` whose subject is no link: they run over the first kind alone.
+
+The conformance suite compares every collective and its backward over all kinds.
+"""
+
+
 def not_under_rules(reason: str) -> pytest.MarkDecorator:
     """Mark a test that is left out under the rules of NCCL, for a reason."""
     return pytest.mark.skipif(HAS_RULES, reason=f"under the rules of NCCL: {reason}")

@@ -5,6 +5,8 @@ The oracle is the same loop in plain torch without torch.compile; the backend co
 them as they are.
 """
 
+from itertools import cycle, product
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 import fshard as fs
+from tests.helpers.sampled import thorough
 
 pytestmark = [
     # torch's compiler reads .grad of its inputs and hides this warning, but not where it is an
@@ -136,13 +139,21 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_compiled_model_is_one_graph_with_the_losses_of_the_plain_loop(plugin, way):
+# Each way with one plugin, and each plugin with two ways.
+COMBINATIONS = [*zip(WAYS, cycle(PLUGINS), strict=False)]
+OTHERS = [pair for pair in product(WAYS, PLUGINS) if pair not in COMBINATIONS]
+
+
+@pytest.mark.parametrize(
+    ("way", "plugin"), [*COMBINATIONS, *[thorough(way, plugin) for way, plugin in OTHERS]]
+)
+def test_compiled_model_is_one_graph_with_the_losses_of_the_plain_loop(way, plugin):
     """All blocks are of one class, so one graph serves them: their parameters are its inputs."""
     backend = CompileCounter()
     mesh = fs.make_mesh({"data": 2})
-    results = fs.run(lambda: losses_of_boosted_loop(plugin, *way, backend), mesh=mesh)
+    results = fs.run(
+        lambda: losses_of_boosted_loop(PLUGINS[plugin], *WAYS[way], backend), mesh=mesh
+    )
     for losses, names in results:
         torch.testing.assert_close(losses, losses_of_plain_loop())
         assert names == [*Network().state_dict()]

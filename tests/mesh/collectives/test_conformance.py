@@ -32,17 +32,17 @@ def suite(shape, cases=None, step=1, runtime="process"):
 @pytest.mark.parametrize(
     ("runtime", "shape", "step"),
     [
-        ("virtual", {"a": 1}, 1),
+        ("virtual", {"a": 1}, 3),
         ("virtual", {"a": 2}, 1),
         ("virtual", {"a": 3}, 1),
-        ("virtual", {"a": 6}, 1),
+        ("virtual", {"a": 6}, 3),
         ("virtual", {"a": 8}, 3),
         ("virtual", {"a": 2, "b": 3}, 3),
         ("virtual", {"a": 1, "b": 2}, 1),
         ("virtual", {"a": 2, "b": 2, "c": 2}, 5),
         ("abstract", {"a": 2}, 1),
-        ("abstract", {"a": 3, "b": 2}, 1),
-        ("abstract", {"a": 2, "b": 1, "c": 2}, 1),
+        ("abstract", {"a": 3, "b": 2}, 3),
+        ("abstract", {"a": 2, "b": 1, "c": 2}, 5),
     ],
     ids=str,
 )
@@ -53,11 +53,11 @@ def test_conformance_in_one_process(runtime, shape, step):
 @pytest.mark.parametrize(
     ("shape", "step"),
     [
-        ({"a": 2}, 1),
+        ({"a": 2}, 3),
         ({"a": 1, "b": 2}, 3),
-        ({"a": 4}, 2),
+        ({"a": 4}, 3),
         ({"a": 2, "b": 2}, 3),
-        ({"a": 2, "b": 1, "c": 2}, 7),
+        ({"a": 2, "b": 1, "c": 2}, 13),
     ],
     ids=str,
 )
@@ -69,9 +69,9 @@ def test_conformance_on_processes(two, four, shape, step):
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_conformance_of_large_tensors_between_processes(link, two, four, n):
     """Over gloo on 4 processes by recursive halving and doubling."""
-    cases = [*large_cases(fs.make_mesh({"a": n}), 400_001)][
-        ::3
-    ]  # in a thorough run, too: they take long
+    # More than 1 MiB of float32: the largest size from which a link uses another algorithm. One
+    # dtype of each collective, in a thorough run too: they take long.
+    cases = [*large_cases(fs.make_mesh({"a": n}), 270_001)][::3]
     if n == 3:
         counts = run_processes(suite, n, {"a": n}, cases, environment=link, timeout=300)
     else:
@@ -102,7 +102,7 @@ def test_drawn_case_on_virtual_mesh(name, data):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shape", [{"a": 2}, {"a": 4}, {"a": 2, "b": 2}], ids=str)
 @pytest.mark.parametrize("name", sorted(ORACLES))
-@settings(max_examples=EXAMPLES if THOROUGH else 15, suppress_health_check=SHARED)
+@settings(max_examples=EXAMPLES if THOROUGH else 8, suppress_health_check=SHARED)
 @given(data=st.data())
 def test_drawn_case_on_processes(two, four, name, shape, data):
     pool = {2: two, 4: four}[prod(shape.values())]

@@ -19,6 +19,7 @@ import fshard as fs
 from fshard import P
 from fshard.mesh.collectives import moves
 from fshard.testing.oracles import ORACLES, options_of
+from tests.helpers.processes import ONE_LINK
 
 # torch itself uses torch.jit.script in its first jvp
 pytestmark = pytest.mark.filterwarnings(
@@ -462,6 +463,7 @@ def assert_jacobians_equal(tables, expected, case):
         assert wrong == [], case
 
 
+@ONE_LINK
 def test_jacobians_and_hessians_of_every_collective(two):
     in_threads = run_jacobians(False)
     first_process, second_process = two.run(run_jacobians, True)

@@ -17,6 +17,8 @@ from fshard.mesh.layout import flatten
 from fshard.mesh.layout.sharded import flatten_shards
 from fshard.optim.contract import copied, pure_step
 from fshard.optim.sharded.layouts import assign_owners
+from tests.helpers.processes import ONE_LINK
+from tests.helpers.sampled import examples
 from tests.optim.helpers.optimizers import ALL
 from tests.transforms.helpers.placement import placed
 
@@ -126,7 +128,7 @@ MESHES = [{"data": 2}, {"data": 1}, {"data": 4}, {"data": 8}, {"data": 2, "node"
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @given(st.data())
-@settings(max_examples=12)
+@settings(max_examples=examples(6))
 def test_partitioned_optimizer_equals_one_device(name, data):
     params, steps = data.draw(trees())
     mesh = fs.make_mesh(data.draw(st.sampled_from(MESHES)))
@@ -174,6 +176,7 @@ def on_processes(n):
     return [fs.unshard(result) for result in results], [str(types(result)) for result in results]
 
 
+@ONE_LINK
 def test_partitioned_optimizer_between_processes_equals_one_device(two, four):
     expected = [run_alone(OPTIMIZERS[name], *fixed()) for name, _ in CASES]
 
@@ -215,7 +218,7 @@ def steps_of_training(opt, mesh, stage, params, batches, **options):
 
 @pytest.mark.parametrize("name", [*ALL, *OPTIMIZERS])
 @given(st.data())
-@settings(max_examples=5)
+@settings(max_examples=examples(2))
 def test_training_any_tree_equal_bits_and_layouts(name, data):
     opt = {**ALL, **OPTIMIZERS}[name]
     params, _ = data.draw(trees())

@@ -23,7 +23,7 @@ from fshard.mesh.spmd.scope import require
 from fshard.source import call_site
 from fshard.transforms.agreement import reduce_rows
 from tests.helpers.ended import wait_until
-from tests.helpers.processes import not_under_rules, run_processes
+from tests.helpers.processes import ONE_LINK, not_under_rules, run_processes
 from tests.mesh.runtimes.programs import each_collective, extremes, the_example
 
 
@@ -258,6 +258,7 @@ EXTREMES = [
 
 
 @not_under_rules("it compares the links over gloo")
+@ONE_LINK
 @pytest.mark.filterwarnings("default")
 def test_native_and_gloo_wires_equal_direct_ones(two):
     assert fs.run(extremes, mesh=fs.make_mesh({"d": 2})) == [EXTREMES] * 2

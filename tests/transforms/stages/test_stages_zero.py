@@ -383,7 +383,7 @@ class Drawn:
         assert_same(actual, expected)
 
 
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(4))
 @given(st.randoms(use_true_random=False))
 def test_staged_training_has_bits_of_the_full_model(source):
     Drawn(source.choice).check_bits()
