@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from math import inf
 
-from fshard.testing.certificate import CertificateRow
+from fshard.testing.certificate import CertificateRow, first_of
 from fshard.testing.programs.record import RankRecord
+from fshard.testing.verdicts import number_text
 
 
 def rows_of_microbatches(
@@ -24,42 +25,49 @@ def rows_of_microbatches(
 ) -> list[CertificateRow]:
     """Return the rows of a comparison; one that names the parts, if these may explain a failure.
 
-    A script that counts its parts agrees however it cuts them.
+    A script that divides by the number of its parts agrees however it cuts them.
     """
-    failed = [row for row in rows if row.verdict == "DIVERGENT"]
-    has_other_cause = any(row.subject in ("", "start") for row in failed)
-    if not failed or has_other_cause:
+    first = first_of(rows)
+    # Parts explain other values, but neither another start nor a reduction in a lower dtype.
+    is_of_training = first is not None and first.subject not in ("", "start")
+    if first is None or first.verdict != "DIVERGENT" or not is_of_training:
         return list(rows)
-    text = _difference(ranks, single)
+    text = _other_parts(ranks, single, first.reason) or _other_number(ranks, single, first.reason)
     if not text:
         return list(rows)
     reason = (
-        f"{text}. So gradients of the one process are those of other parts, and prove nothing. Let "
-        "the size of a part follow from the batch (x.chunk(2), not x.split(4)), or give the one "
-        'process a size of its own: --alone "--micro-batch 8" (alone=)'
+        f"{text}. If it divides by a fixed number of parts, that alone explains that of {first.leaf} "
+        f"at {first.reason}. Let the size of a part follow from the batch (x.chunk(2), not "
+        'x.split(4)), or give the one process a size of its own: --alone "--micro-batch 8" (alone=)'
     )
     return [CertificateRow(mesh, "microbatches", "INCONCLUSIVE", inf, 0.0, reason, 0, "batches")]
 
 
-def _difference(ranks: Sequence[RankRecord], single: RankRecord) -> str:
+def _other_parts(ranks: Sequence[RankRecord], single: RankRecord, failure: str) -> str:
     """Describe the first step in which the one process cuts its batch otherwise; "" if none."""
+    if "not reduced" in failure:
+        return ""  # ranks differ from each other, which no parts of the one process explain
     for step, own in enumerate(single.parts):
         parts = [rank.parts[step] for rank in ranks if step < len(rank.parts)]
         if len(parts) < len(ranks) or len({len(each) for each in parts}) > 1:
             continue  # the ranks do not do the same, as stages do not
         together = [sum(rows) for rows in zip(*parts, strict=True)]
-        if _shares(together) != _shares(own):
+        if len(own) == len(together) and _shares(together) != _shares(own):
             return (
                 f"step {step}: each rank cuts its batch into parts of {_listed(parts[0])} rows, the "
                 f"one process into parts of {_listed(own)}"
             )
-    for step, calls in enumerate(single.backwards):
-        most = max(rank.backwards[step] for rank in ranks if step < len(rank.backwards))
-        if calls > most:
-            return (
-                f"step {step}: the one process calls backward {calls} times, each rank {most} times"
-            )
     return ""
+
+
+def _other_number(ranks: Sequence[RankRecord], single: RankRecord, failure: str) -> str:
+    """Describe more backward calls in the one process, if their number is the factor of a failure."""
+    calls = max(single.backwards, default=1)
+    most = max([n for rank in ranks for n in rank.backwards], default=1)
+    factor = number_text(most / max(calls, 1), 1e-9)
+    if calls <= most or f" {factor} times" not in failure:
+        return ""
+    return f"the one process calls backward {calls} times in a step, each rank {most} times"
 
 
 def _shares(rows: Sequence[int]) -> list[Fraction]:

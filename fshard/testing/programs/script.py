@@ -28,9 +28,9 @@ from fshard.testing.programs.certify import PRELOADED, validate_axes
 from fshard.testing.programs.compare import judge_ranks, mesh_text, notes_on
 from fshard.testing.programs.layouts import Parts
 from fshard.testing.programs.loaders import Batches, EndOfInputs, Joining, Reader
+from fshard.testing.programs.microbatches import rows_of_microbatches
 from fshard.testing.programs.parameters import Tensors
 from fshard.testing.programs.precision import Sends, watched_sends
-from fshard.testing.programs.microbatches import rows_of_microbatches
 from fshard.testing.programs.record import RankRecord, any_comm_hook
 from fshard.testing.programs.substitutions import (
     OnCpu,
