@@ -71,7 +71,8 @@ def _digests_of_rows(rank: RankRecord) -> set[bytes]:
             digest = xxhash.xxh3_128()
             for x in tensors:
                 if len(x) == rows:
-                    digest.update(x[row].detach().contiguous().view(-1).view(torch.uint8).numpy())
+                    values = x[row].detach().contiguous().view(-1)
+                    digest.update(values.view(torch.uint8).numpy().tobytes())
             digests.add(digest.digest())
     return digests
 

@@ -26,7 +26,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCES}
 def run(arguments: Sequence[str]) -> int:
     """Certify a program or a script; return the status of the command.
 
-    It is 0 if it trains as in one process, 1 if it does not, 2 if that cannot be said.
+    It is 0 if it trains as in one process, 1 if it does not, 2 if neither is known.
     """
     words, of_script = _divided(arguments)
     options, unknown = _parser().parse_known_args(words)
