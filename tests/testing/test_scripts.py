@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from fshard.command import main
 from fshard.errors import PromiseError
@@ -144,6 +145,31 @@ def test_equal_batches_along_data_are_warned_of(tmp_path):
     assert not loaded(tmp_path, "--sampler").notes
 
 
+def test_rows_that_several_ranks_read_are_warned_of(tmp_path):
+    file = tmp_path / "train.py"
+    drawn = "generator=torch.Generator().manual_seed(rank), shuffle=True"
+    file.write_text(LOADED.replace("sampler=sampler", drawn))
+
+    (note,) = certify_script(file, DATA).notes
+
+    rows = {}
+    for rank in range(2):
+        order = torch.randperm(16, generator=drawn_by_loader(rank))
+        rows[rank] = set(order[:8].tolist())  # two steps of 4 rows
+    repeated = len(rows[0] & rows[1])
+    assert note == (
+        f"WARNING: {repeated} of {len(rows[0] | rows[1])} rows are read by several ranks. Is the data "
+        "set divided, as by a DistributedSampler?"
+    )
+
+
+def drawn_by_loader(rank):
+    """The generator of a loader, which has drawn the seed of its workers first."""
+    generator = torch.Generator().manual_seed(rank)
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
+    return generator
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -156,6 +182,55 @@ def test_the_last_line_of_a_script_that_exits_is_its_error(tmp_path, line, said)
     file.write_text(f"import sys\n{line}\n")
     with pytest.raises(PromiseError, match=f"SystemExit: {said}\n"):
         certify_script(file, DATA)
+
+
+# By the parts of a batch: the line that makes them, and what is said of the one process.
+PARTS = {
+    "halves": ("zip(x.chunk(2), y.chunk(2))", ""),
+    "parts of 4 rows": (
+        "zip(x.split(4), y.split(4))",
+        "the one process calls backward 4 times in a step, each rank 2 times",
+    ),
+    "4 rows and the rest": (
+        "[(x[:4], y[:4]), (x[4:], y[4:])]",
+        "each rank cuts its batch into parts of 4, 4 rows, the one process into parts of 4, 12",
+    ),
+}
+
+ACCUMULATED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(32, 5), torch.randn(32, 2))
+model = DistributedDataParallel(nn.Linear(5, 2))
+opt = torch.optim.AdamW(model.parameters(), 1e-2)
+for x, y in DataLoader(data, 8, sampler=DistributedSampler(data)):
+    opt.zero_grad()
+    for a, b in PARTS:
+        (nn.functional.mse_loss(model(a), b) / 2).backward()
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_batches_that_the_one_process_cuts_otherwise_prove_nothing(tmp_path, name):
+    line, said = PARTS[name]
+    file = tmp_path / "train.py"
+    file.write_text(ACCUMULATED.replace("PARTS", line))
+
+    certificate = certify_script(file, DATA)
+
+    if not said:
+        assert certificate.ok, certificate
+        return
+    (row,) = certificate.rows
+    assert (row.leaf, row.verdict) == ("microbatches", "INCONCLUSIVE")
+    assert said in row.reason
+    assert "--alone" in row.reason
 
 
 def test_batches_that_are_drawn_alike_are_warned_of(tmp_path):

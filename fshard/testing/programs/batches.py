@@ -8,11 +8,13 @@ the elements of all
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from fshard.mesh.layout import flatten
@@ -41,6 +43,38 @@ def equal_axes(ranks: Sequence[RankRecord], axes: Axes) -> list[str]:
         if is_equal and size > 1:
             equal.append(name)
     return equal
+
+
+def repeated_rows(ranks: Sequence[RankRecord], axes: Axes) -> tuple[int, int]:
+    """Return the number of rows that several ranks read, and that of all rows.
+
+    Ranks count as one along an axis along which all their batches are equal.
+    """
+    equal = equal_axes(ranks, axes)
+    readers: Counter[bytes] = Counter()
+    for coordinates, rank in zip(coordinates_of(axes), ranks, strict=True):
+        along = zip(coordinates, axes, strict=True)
+        is_copy = any(i > 0 and name in equal for i, name in along)
+        if not is_copy:
+            readers.update(_digests_of_rows(rank))
+    repeated = sum(1 for count in readers.values() if count > 1)
+    return repeated, len(readers)
+
+
+def _digests_of_rows(rank: RankRecord) -> set[bytes]:
+    """Return a digest of each row that a rank reads, with all that the batch has of the row."""
+    digests: set[bytes] = set()
+    for batch in rank.batches:
+        tensors = [x for x in flatten(batch)[0] if isinstance(x, Tensor) and x.ndim > 0]
+        rows = min([len(x) for x in tensors], default=0)
+        for row in range(rows):
+            digest = xxhash.xxh3_128()
+            for x in tensors:
+                if len(x) == rows:
+                    values = x[row].detach().contiguous().view(-1)
+                    digest.update(values.view(torch.uint8).numpy().tobytes())
+            digests.add(digest.digest())
+    return digests
 
 
 def joined_batches(

@@ -18,6 +18,7 @@ from fshard.testing.certificate import Certificate, CertificateRow
 from fshard.testing.programs.batches import Axes, joined_batches
 from fshard.testing.programs.compare import judge_ranks, mesh_text, notes_on
 from fshard.testing.programs.layouts import Parts
+from fshard.testing.programs.microbatches import rows_of_microbatches
 from fshard.testing.programs.record import Program, RankRecord, Tensors, batches_alone, record
 
 UNSEEN = (
@@ -118,7 +119,8 @@ def certify_program(
         pools = _Pools(stack, timeout, processes)
         for axes in meshes:
             ranks, single = _runs(pools, program, axes, steps, splits or {})
-            rows += judge_ranks(axes, ranks, single, dtype, parts, same)
+            judged = judge_ranks(axes, ranks, single, dtype, parts, same)
+            rows += rows_of_microbatches(mesh_text(axes), ranks, single, judged)
             for note in notes_on(axes, ranks, single, dtype):
                 prefix = f"{mesh_text(axes)}: " if len(meshes) > 1 else ""
                 notes.append(prefix + note)

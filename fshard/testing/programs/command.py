@@ -26,7 +26,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCES}
 def run(arguments: Sequence[str]) -> int:
     """Certify a program or a script; return the status of the command.
 
-    It is 0 if it trains as in one process, 1 if it does not, 2 if there is an error.
+    It is 0 if it trains as in one process, 1 if it does not, 2 if neither is known.
     """
     words, of_script = _divided(arguments)
     options, unknown = _parser().parse_known_args(words)
@@ -55,7 +55,14 @@ def run(arguments: Sequence[str]) -> int:
         Path(options.json).write_text(certificate.json())
     if options.html:
         Path(options.html).write_text(certificate_page(certificate), encoding="utf-8")
-    return 0 if certificate.ok else 1
+    return _status(certificate)
+
+
+def _status(certificate: Certificate) -> int:
+    if certificate.ok:
+        return 0
+    is_found = any(row.verdict == "DIVERGENT" for row in certificate.rows)
+    return 1 if is_found else 2
 
 
 class UsageError(ValueError):

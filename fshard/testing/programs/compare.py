@@ -17,7 +17,7 @@ from torch import Tensor
 from fshard.errors import PromiseError
 from fshard.rounding import TOLERANCES, bound_of, largest
 from fshard.testing.certificate import CertificateRow
-from fshard.testing.programs.batches import Axes, coordinates_of, equal_axes, rows_at
+from fshard.testing.programs.batches import Axes, coordinates_of, equal_axes, repeated_rows, rows_at
 from fshard.testing.programs.layouts import Parts, Slices, mistake_at_start, slices_of
 from fshard.testing.programs.record import RankRecord
 from fshard.testing.verdicts import (
@@ -101,6 +101,12 @@ def notes_on(
     notes: list[str] = []
     for name in equal_axes(ranks, axes):
         notes.append(f"Batches are equal along {name}, so its ranks count as replicas.")
+    repeated, rows = repeated_rows(ranks, axes)
+    if repeated:
+        notes.append(
+            f"WARNING: {repeated} of {rows} rows are read by several ranks. Is the data set divided, "
+            "as by a DistributedSampler?"
+        )
     dtypes = _Dtypes(ranks, dtype)
     lower = [str(dtype) for dtype in dtypes.seen if dtype not in dtypes.undeclared]
     if lower:

@@ -69,6 +69,7 @@ class RankRecord(NamedTuple):
         tied: other names of parameters, with their first ones.
         order: the parameters in the order in which the forward uses them.
         backwards: the number of backward calls in each step.
+        parts: the rows of each call of an outermost module in each step, of scripts.
         computed_in: the lowest dtypes of activations, parameters, buffers and batches.
         rounded_in: those of other tensors.
         sent_in: those of tensors that are sent.
@@ -89,6 +90,7 @@ class RankRecord(NamedTuple):
     tied: Mapping[str, str] = {}
     order: Sequence[str] = ()
     backwards: Sequence[int] = ()
+    parts: Sequence[Sequence[int]] = ()
     computed_in: frozenset[torch.dtype] = frozenset()
     rounded_in: frozenset[torch.dtype] = frozenset()
     sent_in: frozenset[torch.dtype] = frozenset()

@@ -28,6 +28,7 @@ from fshard.testing.programs.certify import PRELOADED, validate_axes
 from fshard.testing.programs.compare import judge_ranks, mesh_text, notes_on
 from fshard.testing.programs.layouts import Parts
 from fshard.testing.programs.loaders import Batches, EndOfInputs, Joining, Reader
+from fshard.testing.programs.microbatches import rows_of_microbatches
 from fshard.testing.programs.parameters import Tensors
 from fshard.testing.programs.precision import Sends, watched_sends
 from fshard.testing.programs.record import RankRecord, any_comm_hook
@@ -389,7 +390,8 @@ class _ScriptRuns(NamedTuple):
 
         start = _start_of(ranks, axes)
         single, repeated = self._alone(ranks, start, self.joining)
-        if not single.counts or single.counts[0] > ranks[0].counts[0]:
+        takes_more = not single.counts or single.counts[0] > ranks[0].counts[0]
+        if takes_more:
             single, repeated = self._in_turn(ranks, start, single)
         _validate(self.script.name, single, repeated, ranks)
 
@@ -400,6 +402,8 @@ class _ScriptRuns(NamedTuple):
         number = len(record.params)
         records = [_first_steps(each.rank, number) for each in ranks]
         rows = judge_ranks(axes, records, record, dtype, parts, same)
+        if not takes_more:
+            rows = rows_of_microbatches(mesh, records, record, rows)
         rows += _rows_of_kept_gradients(mesh, record)
         notes = [*notes_on(axes, records, record, dtype), *_notes_on_rates(ranks, single)]
         if number < numbers[0]:
@@ -502,6 +506,7 @@ def _first_steps(record: RankRecord, number: int) -> RankRecord:
         given=record.given[:number],
         kept=record.kept[:number],
         backwards=record.backwards[:number],
+        parts=record.parts[:number],
         sends_in_step=record.sends_in_step[:number],
         reduced_later=record.reduced_later[:number],
     )

@@ -101,6 +101,7 @@ class Watcher:
         self._params: list[Tensors] = []
         self._kept: list[frozenset[str]] = []
         self._backwards: list[int] = []
+        self._parts: list[list[int]] = []
         self._batches: list[PyTree] = []
         self._sends_in_step: list[int] = []
         self._reduced_later: list[frozenset[str]] = []
@@ -119,6 +120,7 @@ class Watcher:
         # Of the step that is not there yet.
         self._loss: float | None = None
         self._backward = 0
+        self._parts_now: list[int] = []
         self._sends_of_backward = 0
         self._sends_of_optimizer = 0
         self._taken: dict[int, Tensor] = {}
@@ -190,6 +192,7 @@ class Watcher:
             sync_hint=hint,
             order=order,
             backwards=self._backwards[:number],
+            parts=self._parts[:number],
             computed_in=frozenset(self._mode.in_forward | low_dtypes),
             rounded_in=frozenset(self._mode.elsewhere),
             sent_in=frozenset(self._sends.dtypes),
@@ -210,6 +213,7 @@ class Watcher:
                 with self._aside():
                     self._see(module)
                     args, kwargs = self._inputs((args, kwargs))
+                    self._note_rows((args, kwargs))
                 return original(module, *args, **kwargs)
             finally:
                 self._depth -= 1
@@ -254,6 +258,13 @@ class Watcher:
     def _inputs(self, given: Any) -> Any:
         leaves, structure = flatten(given)
         return unflatten(structure, [self._input(x) for x in leaves])
+
+    def _note_rows(self, given: Any) -> None:
+        """Note the rows of a call: of its first tensor that has a dim."""
+        for x in flatten(given)[0]:
+            if isinstance(x, Tensor) and x.ndim > 0:
+                self._parts_now.append(len(x))
+                return
 
     def _input(self, x: Any) -> Any:
         is_data = isinstance(x, Tensor) and x.ndim > 0 and not x.requires_grad
@@ -346,9 +357,11 @@ class Watcher:
             self._given.append(given)
         self._losses.append(self._loss)
         self._backwards.append(self._backward)
+        self._parts.append(self._parts_now)
         self._kept.append(self._kept_now)
         self._loss = None
         self._backward = 0
+        self._parts_now = []
         self._kept_now = frozenset()
         self._sends_of_optimizer = self._sends.elements
 
