@@ -27,6 +27,7 @@ TableKind = Literal["text", "source", "count", "bytes", "seconds", "ratio", "err
 
 _NUMBERS = ("count", "bytes", "seconds", "ratio", "error")
 _RIGHT_IN_TEXT = ("count", "bytes", "seconds", "ratio")  # errors have equal lengths
+_FORMATS = {"seconds": ".3g", "error": ".1e"}
 _UNITS = {"bytes": "B", "seconds": "s"}
 _WIDTH = 110  # columns of text
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -196,13 +197,9 @@ def _by_kind(cell: TableCell) -> str:
         return value
     if cell.kind in ("count", "bytes"):
         return count_text(value)
-    if cell.kind == "seconds":
-        return f"{value:.3g}"
     if cell.kind == "ratio":
         return f"{100 * value:.0f} %"
-    if cell.kind == "error":
-        return f"{value:.1e}"
-    return str(value)
+    return format(value, _FORMATS[cell.kind]) if cell.kind in _FORMATS else str(value)
 
 
 # -- in a terminal ---------------------------------------------------------------------------------
@@ -255,8 +252,10 @@ border:0;text-align:left;white-space:nowrap;overflow:hidden;text-overflow:ellips
 .fshard-table table.fshard th{position:relative;padding-right:18px;font-weight:600;
 cursor:pointer;border-bottom:1px solid var(--jp-border-color1,rgba(128,128,128,.6))}
 .fshard-table table.fshard .n{text-align:right}
-.fshard-table table.fshard .again{opacity:.65}
+.fshard-table table.fshard th.n{padding:2px 8px 2px 18px}
+.fshard-table table.fshard .again{color:color-mix(in srgb,currentColor 65%,transparent)}
 .fshard-table table.fshard th::after{position:absolute;right:6px;font-size:9px}
+.fshard-table table.fshard th.n::after{left:6px;right:auto}
 .fshard-table table.fshard th[aria-sort=ascending]::after{content:"\\25b2"}
 .fshard-table table.fshard th[aria-sort=descending]::after{content:"\\25bc"}
 .fshard-table table.fshard tbody tr:nth-child(even) td{background:rgba(128,128,128,.1)}
@@ -284,7 +283,7 @@ _KEY = "if(event.key==='Enter'||event.key===' '){event.preventDefault();event.ta
 # On a narrow page numbers keep their width, and source lines, of width 1fr, have what all others
 # leave: they shrink first. Other long texts are cut where that is not enough. A text that is cut
 # is in full in the title of its cell.
-_LONG = 24  # letters of a text, or of a source line, that is always shown
+_LONG = 16  # letters of a text, or of a source line, that is always shown
 
 
 def html_of(table: Table) -> str:
