@@ -22,6 +22,23 @@ def headline(grid: Grid) -> tuple[str, str]:
     return f"{grid.type} on {grid.mesh}", bytes_on_devices(grid.type, grid.layout)
 
 
+def in_lines(widths: Sequence[float], gap: float, most: float) -> list[list[int]]:
+    """Return the numbers of blocks by line: a line that would be wider than `most` ends before.
+
+    >>> in_lines([4, 4, 4], gap=1, most=9), in_lines([20, 4], gap=1, most=9)
+    ([[0, 1], [2]], [[0], [1]])
+    """
+    lines: list[list[int]] = []
+    line_width = most
+    for number, width in enumerate(widths):
+        line_width += gap + width
+        if line_width > most:
+            lines.append([])
+            line_width = width
+        lines[-1].append(number)
+    return lines
+
+
 def legend(grid: Grid) -> tuple[str, ...]:
     """Return the legend of a picture; empty if it needs none."""
     spec = grid.type.spec
