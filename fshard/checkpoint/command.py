@@ -26,6 +26,7 @@ from fshard.checkpoint.restore import RenamedSource
 from fshard.checkpoint.source import SavedFolder, Source
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import dtype_name
+from fshard.tables import aligned
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,7 +113,7 @@ def _table(path: Path, source: Source) -> Iterator[str]:
     layouts = {name: f"is {first}" for name, first in source.ties.items()}
     if index is not None:
         layouts |= {entry.name: str(entry.layout.spec) for entry in index.arrays}
-    yield from _aligned(_rows(source, layouts))
+    yield from aligned(_rows(source, layouts))
 
     elements = 0
     size = 0
@@ -134,14 +135,6 @@ def _rows(source: Source, layouts: Mapping[str, str]) -> list[tuple[str, str, st
     for name, (_, value) in source.values.items():
         rows.append((name, "", type(value).__name__, repr(value)))
     return rows
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield rows as lines, whose columns begin at the same character."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
-        yield "  ".join(cells).rstrip()
 
 
 def _origin(path: Path, index: Index) -> Iterator[str]:

@@ -1,9 +1,10 @@
 """The plan of a picture: a layout as a grid of cells, independent of the output format.
 
-A tensor has a *side* per dim that is drawn (sharded ones, and others until there are two); a flat
-tensor has one side in all. The last two sides are the rows and columns of a grid; those before make
-a block of it per part. A cell is a shard with the devices that hold it; devices without any are not
-drawn.
+A tensor has a *side* per dim that is drawn: sharded ones, and others until there are two. Of a flat
+tensor it is one side for the flattened elements, after those of sharded dims. The last two sides
+are the rows and columns of a grid. Those before make a block of it per part: the last of them
+across, the others down, as small multiples. A cell is a shard with the devices that hold it;
+devices without any are not drawn.
 
     (8, 6) as P("data", "model")            (4, 6, 2) as P("data", "model", "pipe")
               columns: dim 1@model             blocks: dim 0@data    rows: dim 1    columns: dim 2
@@ -11,14 +12,14 @@ drawn.
     dim 0@data  2  3 ...                            [ 2 3 ]        [ 6 7 ]
 
 Only visible cells are computed, so the size of the mesh does not matter. None replaces omitted
-parts.
+parts; of a mesh of 16 devices or fewer there are none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import chain, islice, product
 from math import prod
 
 import torch
@@ -27,9 +28,10 @@ from fshard.explore.devices import Devices, box, elided
 from fshard.mesh.layout import Layout, Mesh, P, ShardType, arithmetic
 from fshard.mesh.layout.arithmetic import Range
 
+_COMPLETE = 16  # devices of a mesh of which nothing is omitted
 _INSIDE = (8, 4)  # of more than 8 rows or columns, the first 4 and the last are drawn
 _OUTSIDE = (4, 2)  # so for blocks
-_MOST_PLACES = 32  # of blocks, drawn or left out, before the last one
+_MOST_ROWS = 8  # of blocks, drawn or left out, before the last one
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,14 @@ class Cell:
         ranges: of each dim, or the one flat range.
         copies: one device of every replica.
         summands: the steps from there to the devices whose sum the replica is.
+        block: of a flat shard within the shards of dims, the ranges of these; else ().
     """
 
     shard: int
     ranges: tuple[Range, ...]
     copies: Devices
     summands: Devices
+    block: tuple[Range, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -65,7 +69,7 @@ class Side:
 
     Args:
         name: such as "dim 0@data".
-        dim: 0 for all of them flattened.
+        dim: None for all of them flattened.
         axes: that shard it, major to minor.
         parts: the number of ranges that it is cut into.
         shown: the parts that are drawn; None where some are omitted.
@@ -73,7 +77,7 @@ class Side:
     """
 
     name: str
-    dim: int
+    dim: int | None
     axes: tuple[str, ...]
     parts: int
     shown: tuple[int | None, ...]
@@ -107,7 +111,7 @@ class Grid:
         mesh: its devices.
         rows: None for a tensor of fewer than two dims, or a flat one.
         columns: None for a tensor without dims.
-        blocks: None where some are omitted.
+        blocks: in rows; None where some are omitted.
         notes: facts that are not drawn.
         heading: in place of the type and the bytes.
     """
@@ -116,7 +120,7 @@ class Grid:
     mesh: Mesh
     rows: Side | None
     columns: Side | None
-    blocks: tuple[GridBlock | None, ...]
+    blocks: tuple[tuple[GridBlock | None, ...], ...]
     notes: tuple[str, ...]
     heading: tuple[str, str] | None = None
 
@@ -129,7 +133,7 @@ class Grid:
     def cells(self) -> tuple[Cell, ...]:
         """All cells that are drawn."""
         cells: list[Cell] = []
-        for block in self.blocks:
+        for block in chain(*self.blocks):
             for row in block.cells if block is not None else ():
                 cells += [cell for cell in row if cell is not None]
         return tuple(cells)
@@ -148,10 +152,9 @@ def plan_grid(kind: ShardType, mesh: Mesh) -> Grid:
     layout = Layout(mesh, kind.spec, kind.memory, unit="drawn")  # of a unit dims may be uneven
     layout.check(kind.shape)
     cut_dims: list[int] = []
-    if not layout.spec.is_flat:
-        for dim, axes in enumerate(layout.spec.dims(len(kind.shape))):
-            if _parts(layout, axes) > 1:
-                cut_dims.append(dim)
+    for dim, axes in enumerate(layout.spec.dims(len(kind.shape))):
+        if _parts(layout, axes) > 1:
+            cut_dims.append(dim)
     return _grid(kind, layout, _sides(kind.shape, layout, cut_dims))
 
 
@@ -181,18 +184,31 @@ def _grid(kind: ShardType, layout: Layout, sides: tuple[Side, ...]) -> Grid:
     rows, columns = (None, None, *sides)[-2:]
 
     # The number of visited indices is limited, as a tensor may have many outer sides.
-    indices = product(*[side.shown for side in outer_sides])
-    block_indices = [*islice(indices, _MOST_PLACES)]
+    down = outer_sides[:-1]
+    indices = product(*[side.shown for side in down])
+    row_indices = [*islice(indices, _MOST_ROWS)]
     is_cut_short = next(indices, None) is not None
     if is_cut_short:
-        last = tuple(side.shown[-1] for side in outer_sides)
-        block_indices += [(None,), last]
-    blocks: list[GridBlock | None] = []
-    for block_index in block_indices:
-        if None not in block_index:
-            blocks.append(_block(kind.shape, layout, outer_sides, block_index, rows, columns))
-        elif blocks[-1] is not None:
-            blocks.append(None)  # one for all blocks that are omitted here
+        last = tuple([side.shown[-1] for side in down])
+        row_indices += [(None,), last]
+
+    across: tuple[tuple[int | None, ...], ...] = ((),)  # indices in the last outer side
+    if outer_sides:
+        across = tuple([(index,) for index in outer_sides[-1].shown])
+    blocks: list[tuple[GridBlock | None, ...]] = []
+    for row_index in row_indices:
+        if None in row_index:
+            if blocks[-1] != (None,):
+                blocks.append((None,))  # one for all rows that are omitted here
+            continue
+        row: list[GridBlock | None] = []
+        for index in across:
+            block_index = (*row_index, *index)
+            block = None
+            if None not in index:
+                block = _block(kind.shape, layout, outer_sides, block_index, rows, columns)
+            row.append(block)
+        blocks.append(tuple(row))
 
     hidden_dims: list[str] = []
     if not kind.spec.is_flat:
@@ -205,19 +221,28 @@ def _grid(kind: ShardType, layout: Layout, sides: tuple[Side, ...]) -> Grid:
 
 
 def _sides(shape: Sequence[int], layout: Layout, cut_dims: list[int]) -> tuple[Side, ...]:
-    """Return the sides to draw: the dims that are cut, and the last others until there are two."""
-    if layout.spec.flat_axes is not None:
-        return (_side(shape, layout, "flat", 0, layout.spec.split_axes, _INSIDE),)
+    """Return the sides to draw: the dims that are cut, and the last others until there are two.
 
+    Of a flat layout these are the dims that are cut, and the flattened elements of each part.
+    """
     axes_of_dims = layout.spec.dims(len(shape))
-    uncut_dims = [dim for dim in reversed(range(len(axes_of_dims))) if dim not in cut_dims]
-    missing = max(0, 2 - len(cut_dims))
-    drawn_dims = sorted(cut_dims + uncut_dims[:missing])
+    flat_axes = layout.spec.flat_axes
+    drawn: list[tuple[str, int | None, tuple[str, ...]]] = []
+    if flat_axes is None:
+        uncut_dims = [dim for dim in reversed(range(len(axes_of_dims))) if dim not in cut_dims]
+        missing = max(0, 2 - len(cut_dims))
+        for dim in sorted(cut_dims + uncut_dims[:missing]):
+            drawn.append((f"dim {dim}", dim, axes_of_dims[dim]))
+    else:
+        for dim in cut_dims:
+            drawn.append((f"dim {dim}", dim, axes_of_dims[dim]))
+        drawn.append(("flat", None, flat_axes))
+
     sides: list[Side] = []
-    for number, dim in enumerate(drawn_dims):
-        is_outer = number < len(drawn_dims) - 2
+    for number, (name, dim, axes) in enumerate(drawn):
+        is_outer = number < len(drawn) - 2
         limit = _OUTSIDE if is_outer else _INSIDE
-        sides.append(_side(shape, layout, f"dim {dim}", dim, axes_of_dims[dim], limit))
+        sides.append(_side(shape, layout, name, dim, axes, limit))
     return tuple(sides)
 
 
@@ -225,20 +250,25 @@ def _side(
     shape: Sequence[int],
     layout: Layout,
     name: str,
-    dim: int,
+    dim: int | None,
     axes: tuple[str, ...],
     limit: tuple[int, int],
 ) -> Side:
-    """Return one side, of which `elided` chooses the parts to draw."""
+    """Return one side, of which `elided` chooses the parts to draw if there are many devices."""
     parts = _parts(layout, axes)
     shown = elided(parts, *limit)
+    if layout.mesh.size <= _COMPLETE:
+        shown = tuple(range(parts))
     labels: list[str] = []
     for index in shown:
         if index is None:
             labels.append("…")
         else:
             owner = layout.mesh.index(layout.place | _coordinates(layout, axes, index))
-            start, stop = layout.ranges(shape, owner)[dim]
+            if dim is None:
+                ((start, stop),) = layout.ranges(shape, owner)
+            else:
+                start, stop = layout.block(shape, owner)[dim]
             labels.append(f"{start}:{stop}")
     if axes:
         name = f"{name}@{'+'.join(axes)}"
@@ -288,11 +318,13 @@ def _cell(
     sizes = [mesh.shape[name] for name in owner_axes]
     shard = arithmetic.ravel([coordinates.get(name, 0) for name in owner_axes], sizes)
     first = mesh.index({**layout.place, **coordinates})
+    has_block = spec.is_flat and len([side for side in sides if side is not None]) > 1
     return Cell(
         shard=shard,
         ranges=layout.ranges(shape, first),
         copies=box(mesh, layout.replicated_axes, first),
         summands=box(mesh, spec.unreduced, 0),
+        block=layout.block(shape, first) if has_block else (),
     )
 
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import optree
 from torch import Tensor
 
-from fshard.explore.words import global_bytes, most_bytes
 from fshard.mesh.layout import NAMESPACE, Layout, Memory, Mesh, PyTree, ShardType
+from fshard.mesh.layout.layout import global_bytes, most_bytes
 from fshard.mesh.layout.sharded import Sharded, typeof
 
 _o: Any = optree

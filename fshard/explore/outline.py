@@ -14,7 +14,7 @@ from fshard.explore.grid import plan_grid
 from fshard.explore.inventory import Branch, Bytes, Leaf, TreeEntry, bytes_of, meshes_of
 from fshard.explore.palette import FONT, MUTED
 from fshard.explore.svg import html_of
-from fshard.explore.words import size
+from fshard.tables import byte_text
 
 _MOST = 40  # children of one branch that are listed
 _STYLE = f"font-family:{FONT};font-size:12px;line-height:1.6;overflow-x:auto;white-space:nowrap"
@@ -114,15 +114,15 @@ def amount(held: Bytes) -> str:
     """
     if not held.total:
         return ""
-    texts = [size(held.total)]
+    texts = [byte_text(held.total)]
     if held.device:
-        texts.append(f"{size(held.device)} per device")
+        texts.append(f"{byte_text(held.device)} per device")
     if held.host:
-        texts.append(f"{size(held.host)} per device in host memory")
+        texts.append(f"{byte_text(held.host)} per device in host memory")
     if held.disk:
-        texts.append(f"{size(held.disk)} per device on disk")
+        texts.append(f"{byte_text(held.disk)} per device on disk")
     if held.unplaced == held.total:
         texts.append("on no mesh")
     elif held.unplaced:
-        texts.append(f"{size(held.unplaced)} on no mesh")
+        texts.append(f"{byte_text(held.unplaced)} on no mesh")
     return ", ".join(texts)

@@ -28,6 +28,8 @@ from fshard.mesh.layout import Layout, Mesh, PyTree, ShardType, as_layout
 from fshard.mesh.layout.sharded import Sharded
 from fshard.mesh.spmd.run import device_of
 from fshard.mesh.spmd.scope import here
+from fshard.pipeline.schedule.schedule import Schedule
+from fshard.pipeline.schedule.simulate import Simulation
 from fshard.tables import Tabular
 
 if TYPE_CHECKING:  # it is imported where a picture is shown
@@ -154,11 +156,12 @@ def _grid_in(layout: Layout, x: Any, dtype: torch.dtype) -> Grid:
 def visualize(
     x: PyTree, *, layout: Layout | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Display the layout of a tensor, of every tensor of a tree, or a mesh.
+    """Display the layout of a tensor, of every tensor of a tree, a mesh, a schedule or a table.
 
-    In a terminal it is text, in a notebook a picture. A value that prints as a table, such as a
-    placement of `fs.memory.place`, is displayed too, with its memory curve; the report of
-    `fs.plan.cost` as its page, in a notebook.
+    In a terminal it is text, in a notebook a picture. A schedule of stages, and its simulation, are
+    timelines. A value that prints as a table is displayed too, such as a placement of
+    `fs.memory.place`, with its memory curve; the report of `fs.plan.cost` as its page, in a
+    notebook.
 
     Where many devices run the same code (under torchrun, in `fs.run`) the first one displays it; of
     arrays on a mesh of some devices the first of these. Nothing is sent. For the arguments, and the
@@ -181,8 +184,13 @@ def visualize(
     dict, in all 96 B, 32 B per device · Mesh(data=3; virtual, cpu)
     ├── step  3
     └── w  f32[6@data, 4]  96 B, 32 B per device
+    >>> visualize(fs.pipeline_schedule("gpipe", stages=2, microbatches=2))
+    gpipe: 2 microbatches, 2 stages on 2 devices
+    device 0 │ F0 F1 ·  ·  ·  B0─── B1───
+    device 1 │ ·  F0 F1 B0─── B1─── ·  ·
+    time 9, bubble 1/3, at most 2 activations on a device
     """
-    if isinstance(x, Tabular):
+    if isinstance(x, Tabular | Schedule | Simulation):
         shown: Any = x
         plan = None
         meshes: tuple[Mesh, ...] = ()

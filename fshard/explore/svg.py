@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fshard.explore.grid import Cell, Grid, GridBlock, Side
 from fshard.explore.palette import FONT, INK, MUTED, fill
-from fshard.explore.words import caption, coordinates, headline, legend
+from fshard.explore.words import caption, coordinates, headline, in_lines, legend
 
 _PAGE = "currentColor"  # of the page's text
 _LETTER = 7.3  # the width of a 12 px letter
@@ -25,6 +25,7 @@ _HEIGHT = 34.0  # of a cell
 _GAP = 6.0  # between cells
 _BLOCK_GAP = 14.0
 _MARGIN = 10.0  # of the picture
+_WIDEST = 860.0  # a line of blocks, in a notebook of 900 pixels
 _FULL = 104.0  # the width of the longest flat shard
 _MOST_CARDS = 3  # of a stack of replicas
 _CARD = 2.5  # the part of a lower card that is seen, to the right and below
@@ -78,12 +79,19 @@ def _svg(grid: Grid, style: str) -> str:
 
 
 def _blocks(grid: Grid) -> Drawn:
-    """Draw all blocks in a row."""
+    """Draw all rows of blocks; a row that is wider than a notebook continues below."""
     omitted = Drawn(_text("…", 0, 3 * _LINE), _width("…"), _LINE)
-    blocks: list[Drawn] = []
-    for block in grid.blocks:
-        blocks.append(omitted if block is None else _block(grid, block))
-    return _in_row(blocks)
+    lines: list[Drawn] = []
+    for row in grid.blocks:
+        blocks: list[Drawn] = []
+        for block in row:
+            blocks.append(omitted if block is None else _block(grid, block))
+        widths = [drawn.width for drawn in blocks]
+        for numbers in in_lines(widths, _BLOCK_GAP, _WIDEST):
+            if lines:
+                lines.append(_SPACE)
+            lines.append(_in_row([blocks[number] for number in numbers]))
+    return _stacked(lines)
 
 
 def _block(grid: Grid, block: GridBlock) -> Drawn:
@@ -188,9 +196,15 @@ def _cell(grid: Grid, cell: Cell, x: float, y: float, width: float, height: floa
     words = caption(grid, cell)
     middle = x + width / 2
     parts.append(_text(words, middle, y + height / 2 + 4.3, text_colour, "middle", bold=True))
-    ranges = ", ".join(f"{start}:{stop}" for start, stop in cell.ranges)
+    ranges = _ranges(cell.ranges)
+    if cell.block:
+        ranges = f"{_ranges(cell.block)}, flat {ranges}"
     title = f"[{ranges}] on {words} ({coordinates(grid, cell)})"
     return f"<g><title>{escape(title)}</title>{''.join(parts)}</g>"
+
+
+def _ranges(ranges: Sequence[tuple[int, int]]) -> str:
+    return ", ".join([f"{start}:{stop}" for start, stop in ranges])
 
 
 def _width(text: str) -> float:

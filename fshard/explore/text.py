@@ -12,27 +12,52 @@ dim 0@data ┌─────┬─────┐
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from rich.style import Style
 from rich.text import Text
 
 from fshard.explore.grid import Cell, Grid, GridBlock
 from fshard.explore.palette import INK, fill
-from fshard.explore.words import caption, headline, legend
+from fshard.explore.words import caption, headline, in_lines, legend
+
+_WIDEST = 100  # columns of a line of blocks
+_BETWEEN = Text("   ")
 
 
 def text_of(grid: Grid) -> Text:
     """Draw a grid as text."""
     first, second = headline(grid)
     lines = [Text(first, "bold"), Text(second)]
-    for block in grid.blocks:
-        lines.append(Text())
-        lines += [Text("…")] if block is None else _block(grid, block)
+    for row in grid.blocks:
+        blocks: list[list[Text]] = []
+        for block in row:
+            blocks.append([Text("…")] if block is None else _block(grid, block))
+        widths = [max(map(len, block_lines)) for block_lines in blocks]
+        for numbers in in_lines(widths, len(_BETWEEN), _WIDEST):
+            lines.append(Text())
+            lines += _beside([blocks[number] for number in numbers])
     notes = legend(grid)
     if notes:
         lines.append(Text())
         lines += [Text(note) for note in notes]
     return Text("\n").join(lines)
+
+
+def _beside(blocks: Sequence[list[Text]]) -> list[Text]:
+    """Return the lines of blocks beside each other."""
+    widths = [max(map(len, block)) for block in blocks]
+    lines: list[Text] = []
+    for row in zip_longest(*blocks, fillvalue=Text()):
+        cells: list[Text] = []
+        for text, width in zip(row, widths, strict=True):
+            cell = text.copy()
+            cell.pad_right(width - len(text))
+            cells.append(cell)
+        line = _BETWEEN.join(cells)
+        line.rstrip()
+        lines.append(line)
+    return lines
 
 
 def _block(grid: Grid, block: GridBlock) -> list[Text]:

@@ -3,64 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 from fshard.explore.devices import Devices, elided, listed, summed
 from fshard.explore.grid import Cell, Grid
-from fshard.mesh.layout import Layout, Memory, ShardType
+from fshard.mesh.layout import Memory
+from fshard.mesh.layout.layout import bytes_on_devices
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _MOST_SUMS = 4
 """The replicas of an unreduced cell that are named; of more the first two and the last."""
 
 _MEMORY_NOTES: dict[Memory, str] = {"host": "in the memory of the host", "disk": "on disk"}
 
 
-def size(count: int) -> str:
-    """Write a number of bytes.
-
-    >>> size(192), size(1536), size(24 << 20)
-    ('192 B', '1.5 KiB', '24.0 MiB')
-    """
-    power = max(count.bit_length() - 1, 0) // 10
-    power = min(power, len(_UNITS) - 1)
-    decimals = 1 if power else 0
-    return f"{count / 1024**power:,.{decimals}f} {_UNITS[power]}"
-
-
-def global_bytes(kind: ShardType) -> int:
-    """Return the bytes of the global tensor."""
-    return prod(kind.shape) * kind.dtype.itemsize
-
-
-def most_bytes(kind: ShardType, layout: Layout) -> int:
-    """Return the bytes of the largest shard: that of the first device that stores any."""
-    first = layout.mesh.index(layout.place)
-    return prod(layout.local_shape(kind.shape, first)) * kind.dtype.itemsize
-
-
-def is_uneven(kind: ShardType, layout: Layout) -> bool:
-    """Return True if some shards are smaller than others.
-
-    Flat ones can be, and those of devices outside the coordinates of `at` are empty.
-    """
-    has_devices_outside = any(layout.mesh.shape[name] > 1 for name in kind.spec.at_axes)
-    is_cut_unevenly = kind.spec.is_flat and prod(kind.shape) % layout.flat_parts != 0
-    return has_devices_outside or is_cut_unevenly
-
-
 def headline(grid: Grid) -> tuple[str, str]:
     """Return the type, the mesh and the bytes."""
     if grid.heading is not None:
         return grid.heading
-    total = size(global_bytes(grid.type))
-    local = size(most_bytes(grid.type, grid.layout))
-    if is_uneven(grid.type, grid.layout):
-        local = f"at most {local}"
-    devices = f"on each of {grid.mesh.size:,} devices"
-    if grid.mesh.size == 1:
-        devices = "on the only device"
-    return f"{grid.type} on {grid.mesh}", f"{total}, {local} {devices}"
+    return f"{grid.type} on {grid.mesh}", bytes_on_devices(grid.type, grid.layout)
+
+
+def in_lines(widths: Sequence[float], gap: float, most: float) -> list[list[int]]:
+    """Return the numbers of blocks by line: a line that would be wider than `most` ends before.
+
+    >>> in_lines([4, 4, 4], gap=1, most=9), in_lines([20, 4], gap=1, most=9)
+    ([[0, 1], [2]], [[0], [1]])
+    """
+    lines: list[list[int]] = []
+    line_width = most
+    for number, width in enumerate(widths):
+        line_width += gap + width
+        if line_width > most:
+            lines.append([])
+            line_width = width
+        lines[-1].append(number)
+    return lines
 
 
 def legend(grid: Grid) -> tuple[str, ...]:

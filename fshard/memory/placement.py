@@ -21,7 +21,7 @@ from functools import partial
 from html import escape
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -40,10 +40,7 @@ from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.reshard.device_put import reshard
 from fshard.mesh.runtimes.abstract import Mail, represented
 from fshard.mesh.spmd.run import local_devices
-from fshard.tables import Tabular
-
-if TYPE_CHECKING:  # it is imported where a table is shown
-    from rich.table import Table
+from fshard.tables import Table, TableCell, TableColumn, Tabular
 
 Role = Literal["parameters", "state", "activations"]
 
@@ -200,36 +197,39 @@ class Placement(Tabular):
         )
 
     def table(self) -> Table:
-        """Return the groups that are in other memory, and the peaks, as a rich table."""
-        from rich.table import Table
-
-        table = Table("unit", "what", "memory", "bytes per device", title="placement")
-        table.columns[3].justify = "right"
+        """Return the groups that are in other memory, and the peaks, as a table."""
+        columns = (
+            TableColumn("unit"),
+            TableColumn("what"),
+            TableColumn("memory"),
+            TableColumn("bytes per device", "bytes"),
+        )
+        table = Table(columns, title="placement")
 
         memories: dict[MemoryGroup, Memory | ActivationMemory] = {**self.memories}
         for name, memory in self.activations.items():
             memories[MemoryGroup("activations", name)] = memory
         for group, memory in memories.items():
             if memory != "device":
-                table.add_row(group.unit, group.role, memory, f"{self.sizes[group]:,}")
+                table.add(group.unit, group.role, memory, self.sizes[group])
 
         table.add_section()
         for kind, most in self.limits.items():
             if most is None and not self.peak(kind):
                 continue
-            text = f"{self.peak(kind):,}"
+            remark = ""
             if most is not None:
-                text += f" of {most:,}"
+                remark += f" of {most:,}"
             if kind == "device":
-                text += f", {self.needed:,} unplaced"
-            table.add_row("", "peak", kind, text)
+                remark += f", {self.needed:,} unplaced"
+            table.add(None, "peak", kind, TableCell(self.peak(kind), remark=remark))
 
         ways = dict[tuple[Memory, Memory], None]()  # each once, in order
         for counts in self.comm.moves.values():
             ways |= dict.fromkeys(counts)
         for source, target in ways:
             count = self.moved(source, target)
-            table.add_row("", "moved in a step", f"{source} to {target}", f"{count:,}")
+            table.add(None, "moved in a step", f"{source} to {target}", count)
         return table
 
 

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import ref
 
 from fshard.errors import MemoryLimitError
@@ -22,10 +22,7 @@ from fshard.memory.snapshot import MemoryEvent, write_snapshot
 from fshard.mesh.layout import Memory
 from fshard.mesh.layout.counting import MEMORIES, Purpose
 from fshard.source import Site
-from fshard.tables import Tabular
-
-if TYPE_CHECKING:  # it is imported where a table is shown
-    from rich.table import Table
+from fshard.tables import Table, TableCell, TableColumn, Tabular
 
 RECORDED = 100_000
 """The last allocations and frees that are kept for a snapshot."""
@@ -135,20 +132,23 @@ class MemoryUsage(Tabular):
         return self._total(kind, None)
 
     def table(self) -> Table:
-        """Return the peaks as a rich table."""
-        from rich.table import Table
-
-        table = Table("kind", "purpose", "bytes per device", "source line", title="peak memory")
-        table.columns[2].justify = "right"
+        """Return the peaks as a table."""
+        columns = (
+            TableColumn("kind"),
+            TableColumn("purpose"),
+            TableColumn("bytes per device", "bytes"),
+            TableColumn("source line", "source"),
+        )
+        table = Table(columns, title="peak memory")
         for kind in MEMORIES:
             peak = self.peak(kind)
             limit = self.limits.get(kind)
             if limit is not None:
-                table.add_row(kind, "", f"{peak:,} of {limit:,}", "")
+                table.add(kind, None, TableCell(peak, remark=f" of {limit:,}"), None)
             elif peak:
-                table.add_row(kind, "", f"{peak:,}", "")
+                table.add(kind, None, peak, None)
             for holder in self.holders(kind):
-                table.add_row("", holder.purpose, f"{holder.bytes:,}", str(holder.site))
+                table.add(TableCell(kind, text=""), holder.purpose, holder.bytes, holder.site)
         return table
 
     def export_snapshot(self, path: str | Path) -> None:

@@ -92,7 +92,7 @@ class Parallelism(KnownKeywords):
     >>> parallelism
     Parallelism(pipeline=2, tensor=4, zero_stage=1, microbatches=2)
     >>> parallelism.mesh(16)
-    Mesh(pipe=2, data=2, model=4; virtual, cpu)
+    Mesh(pipe=2, data=2, model=4; 16 devices, virtual, cpu)
     >>> parallelism.misfit(devices=12)
     'data * pipeline * experts * sequence * tensor must be the number of devices, 12; got 1 * 2 * ...'
     """

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from fshard.errors import PlanError
 from fshard.mesh.layout import Mesh
+from fshard.tables import Table, TableCell, TableColumn, Tabular
 
 PRESETS = ("a100", "h100", "h200", "b200", "cpu")
 """The names of `cluster`: the files of the folder `clusters`."""
@@ -92,9 +93,9 @@ class NetworkLevel(NamedTuple):
     latency: float
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """A machine: see `cluster`.
+@dataclass(frozen=True, repr=False)
+class Cluster(Tabular):
+    """A machine: see `cluster`. Prints as a table, with units.
 
     Args:
         name: of the device.
@@ -210,6 +211,35 @@ class Cluster:
         """The machine with devices that are all alike."""
         return replace(self, efficiency=replace(self.efficiency, spread=0.0))
 
+    def table(self) -> Table:
+        """Return the numbers with their units, as a table."""
+        columns = (TableColumn("what"), TableColumn("of"), TableColumn("amount", "count"))
+        table = Table(columns, title=self.name)
+        table.add("memory", "of a device", _rounded(self.memory, 1e9, "GB"))
+        table.add("bandwidth", "of the memory", _rounded(self.bandwidth, 1e9, "GB/s"))
+        for name, rate in (("host", self.host), ("disk", self.disk)):
+            table.add(
+                TableCell("bandwidth", text=""), f"to the {name}", _rounded(rate, 1e9, "GB/s")
+            )
+        for number, (dtype, rate) in enumerate(self.flops.items()):
+            name = TableCell("peak", text="" if number else None)
+            table.add(name, dtype, _rounded(rate, 1e12, "TFLOP/s"))
+
+        for link in self.links:
+            group = f"of {link.devices:,} devices" if link.devices else "of any number of devices"
+            table.add("link", group, _rounded(link.bandwidth, 1e9, "GB/s"))
+            table.add("latency", group, _rounded(link.latency, 1e-6, "µs"))
+
+        table.add_section()
+        for number, (name, part) in enumerate(asdict(self.efficiency).items()):
+            amount = TableCell(part, f"{part:g}")
+            if name == "launch":
+                amount = _rounded(part, 1e-6, "µs")
+            elif name == "half":
+                amount = _rounded(part, 1e9, "GFLOP")
+            table.add(TableCell("efficiency", text="" if number else None), name, amount)
+        return table
+
     def save(self, path: str | Path) -> None:
         """Write a TOML file, which `cluster` reads."""
         lines = [f'name = "{self.name}"']
@@ -223,6 +253,11 @@ class Cluster:
 
 _NUMBERS = ("memory", "bandwidth", "host", "disk")
 """The fields of a cluster that are one number each."""
+
+
+def _rounded(number: float, unit: float, name: str) -> TableCell:
+    """Return the cell of a number in a unit: 84e9 bytes are 84 GB."""
+    return TableCell(number, f"{number / unit:,.6g} {name}")
 
 
 def _slowest(samples: int, deviation: float) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fshard.errors import PlanError
 from fshard.memory.kinds import mark
@@ -36,11 +36,8 @@ from fshard.plan.trace import (
     recording,
 )
 from fshard.recovery.copies import Copies
-from fshard.tables import Tabular
+from fshard.tables import Table, TableCell, TableColumn, Tabular
 from fshard.transforms.train_step import TrainStep
-
-if TYPE_CHECKING:  # it is imported where a table is shown
-    from rich.table import Table
 
 
 class OperationCost(NamedTuple):
@@ -176,24 +173,30 @@ class Cost(Tabular):
         return operations
 
     def table(self) -> Table:
-        """Return the numbers as a rich table."""
-        from rich.table import Table
-
+        """Return the numbers as a table."""
+        columns = (
+            TableColumn("what"),
+            TableColumn("of", "source"),
+            TableColumn("amount", "bytes"),
+            TableColumn("seconds", "seconds"),
+        )
         title = f"a step on {self.mesh.size:,} x {self.cluster.name}"
-        table = Table("what", "of", "amount", "seconds", title=title)
-        table.columns[2].justify = "right"
-        table.columns[3].justify = "right"
-        table.add_row("operations", "matrix products", f"{self.flops():,}", "")
-        seconds = f"{self.times.compute:.3g}"
-        table.add_row("", "memory traffic, bytes", f"{self.traffic():,}", seconds)
+        table = Table(columns, title=title)
+        flops = TableCell(self.flops(), kind="count")
+        table.add("operations", "matrix products", flops, None)
+        same = TableCell("operations", text="")
+        table.add(same, "memory traffic, bytes", self.traffic(), self.times.compute)
         self._add_transfers(table)
+
         limit = "" if self.fits else f" of {self.cluster.memory:,.0f}: too many"
-        table.add_row("memory", "peak, bytes", f"{self.peak():,}{limit}", "")
+        table.add("memory", "peak, bytes", TableCell(self.peak(), remark=limit), None)
         for holder in self.used.holders()[:4]:
-            table.add_row("", f"{holder.purpose} at {holder.site}", f"{holder.bytes:,}", "")
+            source = f"{holder.purpose} at {holder.site}"
+            table.add(TableCell("memory", text=""), source, holder.bytes, None)
+
         table.add_section()
-        utilization = f"{100 * self.utilization():.0f} % of peak operations"
-        table.add_row("step", "", utilization, f"{self.seconds:.3g}")
+        utilization = TableCell(self.utilization(), remark=" of peak operations", kind="ratio")
+        table.add("step", None, utilization, self.seconds)
         return table
 
     def _add_transfers(self, table: Table) -> None:
@@ -202,18 +205,18 @@ class Cost(Tabular):
         for axes, seconds in self.times.network.items():
             sent = sum(event.sent for event in starts if event.row.axes == axes)
             exposed = self.times.exposed.get(axes, 0.0)
-            times = f"{seconds:.3g}, {exposed:.3g} exposed"
-            table.add_row("network", f"{'+'.join(axes)}, bytes", f"{sent:,.0f}", times)
+            times = TableCell(seconds, remark=f", {exposed:.3g} exposed")
+            table.add("network", f"{'+'.join(axes)}, bytes", float(sent), times)
         ways = dict[tuple[Memory, Memory], None]()  # each once, in order
         for counts in self.comm.moves.values():
             ways |= dict.fromkeys(counts)
         for source, target in ways:
             count = self.comm.moved(source, target)
-            table.add_row("copies", f"{source} to {target}, bytes", f"{count:,}", "")
+            table.add("copies", f"{source} to {target}, bytes", count, None)
         if self.comm.calls(collective="send"):
             sent = float(self.comm.bytes(collective="send"))
-            idle = f"{self.times.idle:.3g} idle"
-            table.add_row("stages", "messages, bytes", f"{sent:,.0f}", idle)
+            idle = TableCell(self.times.idle, remark=" idle")
+            table.add("stages", "messages, bytes", sent, idle)
 
 
 def _operation_cost(calls: Sequence[Operation], machine: Cluster, slowest: float) -> OperationCost:

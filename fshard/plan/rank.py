@@ -6,18 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fshard.errors import FshardError, PlanError
 from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.make import make_mesh
 from fshard.plan.cluster import Cluster, assert_cluster
 from fshard.plan.cost import Cost, cost
-from fshard.tables import Tabular
+from fshard.tables import Table, TableColumn, Tabular
 from fshard.transforms.train_step import TrainStep
-
-if TYPE_CHECKING:  # it is imported where a table is shown
-    from rich.table import Table
 
 Program = Callable[..., tuple[TrainStep, Sequence[PyTree]]]
 """A function of a mesh and options: to a step of `train_step`, and its arguments."""
@@ -71,20 +68,22 @@ class Ranking(Tabular):
         return iter(self.plans)
 
     def table(self) -> Table:
-        """Return the plans as a rich table."""
-        from rich.table import Table
-
-        numbers = ("step, s", "of peak", "memory, bytes")
-        table = Table("mesh", "options", *numbers, "why not the first", title="plans")
-        for column in table.columns:
-            if column.header in numbers:
-                column.justify = "right"
+        """Return the plans as a table."""
+        columns = (
+            TableColumn("mesh"),
+            TableColumn("options"),
+            TableColumn("step, s", "seconds"),
+            TableColumn("of peak", "ratio"),
+            TableColumn("memory, bytes", "bytes"),
+            TableColumn("why not the first"),
+        )
+        table = Table(columns, title="plans")
         for plan in self.plans:
-            table.add_row(*_cells(plan), self._slower(plan))
+            table.add(*_cells(plan), self._slower(plan))
         if self.rejected:
             table.add_section()
         for plan in self.rejected:
-            table.add_row(*_cells(plan), plan.reason)
+            table.add(*_cells(plan), plan.reason)
         return table
 
     def _slower(self, plan: RankedPlan) -> str:
@@ -99,13 +98,12 @@ class Ranking(Tabular):
         return f"{name}: {max(longer[name], 0.0):.3g} s more"
 
 
-def _cells(plan: RankedPlan) -> tuple[str, ...]:
+def _cells(plan: RankedPlan) -> tuple[Any, ...]:
     """Return the cells of a plan but for the reason; no numbers of a program that cannot run."""
     names = (_written(plan.sizes), _written(plan.options))
     if plan.cost is None:
-        return (*names, "", "", "")
-    utilization = f"{100 * plan.cost.utilization():.0f} %"
-    return (*names, f"{plan.cost.seconds:.3g}", utilization, f"{plan.cost.peak():,}")
+        return (*names, None, None, None)
+    return (*names, plan.cost.seconds, plan.cost.utilization(), plan.cost.peak())
 
 
 def rank(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -42,10 +42,7 @@ from fshard.plan.space import (
 from fshard.plan.tables.layout import as_constraints, layout_fields, layout_text
 from fshard.plan.tables.summary import SHOWN, Training, digits, plans_dict, plans_table
 from fshard.plan.tables.why import Reason, rejected_reason, slower_reason
-from fshard.tables import Tabular, text_of
-
-if TYPE_CHECKING:  # it is imported where a table is shown
-    from rich.table import Table
+from fshard.tables import Table, Tabular, text_of
 
 SIMULATED = 48
 """The plans, the best by a formula of time or memory, whose schedules are simulated."""
@@ -103,7 +100,7 @@ class Plans(Tabular):
         return self.estimates[0].model_flops
 
     def table(self, *, tokens: float | None = None, price: float | None = None) -> Table:
-        """Return the ten best plans, and below them those that were rejected, as a rich table.
+        """Return the ten best plans, and below them those that were rejected, as a table.
 
         Of plans on several numbers of devices, the best of each number. The last column has notes
         too: the layers that a plan leaves replicated, and why.

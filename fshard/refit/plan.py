@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from fshard.tables import Tabular
-
-if TYPE_CHECKING:  # it is imported where a table is shown
-    from rich.table import Table
+from fshard.tables import Table, TableCell, TableColumn, Tabular
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,15 +28,13 @@ class RefitPlan(Tabular):
         return sum(self.links.values())
 
     def table(self) -> Table:
-        """Return the plan as a rich table."""
-        from rich.table import Table
-
-        table = Table("sender", "receiver", "bytes", title=f"refit of {self.leaves} arrays")
+        """Return the plan as a table."""
+        columns = (TableColumn("sender"), TableColumn("receiver"), TableColumn("bytes", "bytes"))
+        table = Table(columns, title=f"refit of {self.leaves} arrays")
         for (sender, receiver), size in sorted(self.links.items()):
-            table.add_row(str(sender), str(receiver), f"{size:,}")
+            table.add(sender, receiver, size)
         table.add_section()
-        table.add_row("all", "", f"{self.bytes:,}")
+        table.add("all", None, self.bytes)
         if self.unused:
-            table.add_row("unused", "", ", ".join(self.unused))
-        table.columns[2].justify = "right"
+            table.add("unused", None, TableCell(", ".join(self.unused), kind="text"))
         return table

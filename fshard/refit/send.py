@@ -90,7 +90,7 @@ class Refit:
     >>> refit = Refit(params, fs.Layout(engine, P("model")))
     >>> weights = refit.send(1, params)
     >>> weights["w"], refit.version, refit.plan.bytes
-    (Sharded f32[16@model] on Mesh(model=2 on 4, 5; virtual, cpu), 1, 64)
+    (Sharded f32[16@model] on Mesh(model=2 on 4, 5; virtual, cpu), 64 B, 32 B on each of 2 devices, 1, 64)
     """
 
     def __init__(

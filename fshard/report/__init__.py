@@ -13,12 +13,13 @@ Writer       the protocol: write(step, values), close()
 Bar          a progress bar, in a terminal, in Jupyter, and as lines in a file
 JsonLines    a line of JSON per step
 TensorBoard  scalars, if tensorboard is installed
+Tracker      a run of Weights & Biases or of trackio, if that is installed
 Profile      a Chrome trace of each device
 """
 
 from fshard.report.bar import Bar
-from fshard.report.files import JsonLines, TensorBoard
+from fshard.report.files import JsonLines, TensorBoard, Tracker
 from fshard.report.profile import Profile
 from fshard.report.report import Report, Writer
 
-__all__ = ["Bar", "JsonLines", "Profile", "Report", "TensorBoard", "Writer"]
+__all__ = ["Bar", "JsonLines", "Profile", "Report", "TensorBoard", "Tracker", "Writer"]

@@ -1,13 +1,14 @@
-"""Writers into files: `JsonLines`, which needs nothing, and `TensorBoard`."""
+"""Writers: `JsonLines`, which needs nothing, `TensorBoard`, and `Tracker` for W&B and trackio."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fshard.errors import FshardError
 
@@ -66,3 +67,38 @@ class TensorBoard:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+_TRACKERS = ("wandb", "trackio")
+
+
+class Tracker:
+    """Logs numbers to a run of Weights & Biases or of trackio; needs that package.
+
+    The run begins with the first step that is written, so on one device only.
+
+    Args:
+        package: "wandb" or "trackio".
+        options: of its `init`: the project, the name, the config; of wandb also mode="offline".
+    """
+
+    def __init__(self, package: Literal["wandb", "trackio"], **options: Any) -> None:
+        if package not in _TRACKERS:
+            raise ValueError(f'Tracker: package must be "wandb" or "trackio"; got {package!r}.')
+        if find_spec(package) is None:
+            raise FshardError(f"Tracker needs the package {package}: pip install {package}.")
+        self.package = package
+        self.options = options
+        self._run: Any = None
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the numbers of a step."""
+        if self._run is None:
+            self._run = import_module(self.package).init(**self.options)
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Send what is left, and end the run."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None

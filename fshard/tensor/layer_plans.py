@@ -23,6 +23,7 @@ from fshard.errors import LayoutError
 from fshard.mesh.layout import Mesh, P, as_written
 from fshard.mesh.layout.arithmetic import chunk
 from fshard.mesh.spmd.scope import here
+from fshard.tables import Table, TableColumn, Tabular, aligned
 from fshard.tensor.follow import EXPERTS
 from fshard.tensor.modes import Mode
 from fshard.tensor.sequence import Algorithm
@@ -63,9 +64,11 @@ class LayerPlan(NamedTuple):
         return self.style == "words" and words_before_last < self.shared
 
 
-@dataclass(frozen=True)
-class LayerPlans:
+@dataclass(frozen=True, repr=False)
+class LayerPlans(Tabular):
     """The layouts of a model's parameters along the axes of a plan: see `tensor_parallel`.
+
+    Prints as lines, without the boxes of other tables.
 
     Args:
         mode: the axes that shard layers.
@@ -187,25 +190,36 @@ class LayerPlans:
                 joined[name] = x
         return joined
 
-    def __str__(self) -> str:
-        rows: list[tuple[str, str, str, str]] = []
-        for name, layer in self.layers.items():
-            parts = " + ".join([str(length) for length in layer.parts])
-            rows.append((name, layer.style, parts, layer.why))
-        for name, why in self.replicated.items():
-            rows.append((name, "", "", why))
-        for path, why in self.unsharded.items():
-            style = "experts" if why == EXPERTS else "unsharded"
-            rows.append((path, style, "", why))
-        for name, why in self.operations.items():
-            rows.append((name, "unsharded", "", why))
-
+    def table(self) -> Table:
+        """Return the style of each layer, and why, as a table."""
         tokens = ""
         if self.sequence:
             tokens = f", tokens over {as_written((self.sequence,))} ({self.sequence_mode})"
         axes = as_written(self.mode.axes)
         title = f"{self.mode.kind} over {axes}{tokens}; all other parameters are replicated"
-        return "\n".join([title, *_aligned(rows)])
+
+        columns = (
+            TableColumn("layer"),
+            TableColumn("style"),
+            TableColumn("parts"),
+            TableColumn("why", "source"),
+        )
+        table = Table(columns, title=title)
+        for name, layer in self.layers.items():
+            parts = " + ".join([str(length) for length in layer.parts])
+            table.add(name, layer.style, parts, layer.why)
+        for name, why in self.replicated.items():
+            table.add(name, None, None, why)
+        for path, why in self.unsharded.items():
+            style = "experts" if why == EXPERTS else "unsharded"
+            table.add(path, style, None, why)
+        for name, why in self.operations.items():
+            table.add(name, "unsharded", None, why)
+        return table
+
+    def __str__(self) -> str:
+        table = self.table()
+        return "\n".join([table.title, *aligned(table.texts())])
 
     @property
     def reduces_at_once(self) -> bool:
@@ -262,16 +276,6 @@ def _by_all_names(values: Mapping[str, Any], planned_names: Mapping[str, str]) -
         if planned_name in values:
             by_name[name] = values[planned_name]
     return by_name
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows of texts as lines, whose columns but the last are aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines: list[str] = []
-    for row in rows:
-        cells = [f"{text:{width}}" for text, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 @cache

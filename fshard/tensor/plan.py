@@ -58,7 +58,7 @@ TOLERANCE = 1e-5
 """Of relative errors in a check; models may compute norms in float32."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(LayerPlans):
     """The plan of a model: see `tensor_parallel`. Prints how each layer is sharded, and why."""
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from fshard.tables import Tabular
-
-if TYPE_CHECKING:  # it is imported where a table is shown
-    from rich.table import Table
+from fshard.tables import Table, TableCell, TableColumn, Tabular
 
 Verdict = Literal["EXACT", "BOUNDED", "DIVERGENT", "INCONCLUSIVE"]
 
@@ -114,13 +111,6 @@ class Certificate(Tabular):
             raise AssertionError(f"the sharded run is not the run on one device.\n{self}")
         return self
 
-    def __str__(self) -> str:
-        first = self.first
-        if first is None:
-            return super().__str__()
-        reason = first.reason or f"step {first.step}: {first.subject}"
-        return f"first: {first.leaf}, {reason}\n{super().__str__()}"
-
     def json(self) -> str:
         """Return the rows as JSON."""
         rows: list[dict[str, object]] = []
@@ -138,18 +128,31 @@ class Certificate(Tabular):
         return json.dumps(content, indent=1)
 
     def table(self) -> Table:
-        """Return the rows as a rich table."""
-        from rich.table import Table
-
-        table = Table(self.column, "leaf", "verdict", "error", "bound", "reason", title=self.title)
-        table.caption = " ".join([f"{self.steps} steps.", *self.notes, self.unseen])
+        """Return the rows as a table."""
+        columns = (
+            TableColumn(self.column),
+            TableColumn("leaf"),
+            TableColumn("verdict"),
+            TableColumn("error", "error"),
+            TableColumn("bound", "error"),
+            TableColumn("reason"),
+        )
+        note = " ".join([f"{self.steps} steps.", *self.notes, self.unseen])
+        table = Table(columns, title=self.title, lead=self._lead(), notes=(note,))
         stage = None
         for row in _merged(self.rows):
             is_first_of_stage = row.stage != stage
             if is_first_of_stage and stage is not None:
                 table.add_section()
-            stage_text = str(row.stage) if is_first_of_stage else ""
-            error, bound = f"{row.error:.1e}", f"{row.bound:.1e}"
-            table.add_row(stage_text, row.leaf, row.verdict, error, bound, row.reason)
+            name = TableCell(row.stage, text=None if is_first_of_stage else "")
+            table.add(name, row.leaf, row.verdict, row.error, row.bound, row.reason)
             stage = row.stage
         return table
+
+    def _lead(self) -> str:
+        """Return the row that fails first, in words; "" if none does."""
+        first = self.first
+        if first is None:
+            return ""
+        reason = first.reason or f"step {first.step}: {first.subject}"
+        return f"first: {first.leaf}, {reason}"

@@ -45,7 +45,7 @@ def meshes(draw: st.DrawFn) -> Mesh:
 
     >>> from hypothesis import find
     >>> find(meshes(), lambda mesh: mesh.shape == {"data": 6})
-    Mesh(data=6; virtual, cpu)
+    Mesh(data=6; 6 devices, virtual, cpu)
     """
     shape: dict[str, int] = {}
     most_devices = 8
@@ -131,7 +131,7 @@ def layouts(
 
     >>> from hypothesis import find
     >>> find(layouts(make_mesh({"data": 2}), (4,)), lambda layout: layout.memory == "host").mesh
-    Mesh(data=2; virtual, cpu)
+    Mesh(data=2; 2 devices, virtual, cpu)
     """
     spec = specs(mesh, shape, unreduced=unreduced)
     return st.builds(Layout, st.just(mesh), spec, st.sampled_from(("device", "host")))

@@ -1,4 +1,4 @@
-"""A page in a browser: what a script that clicks in it notes."""
+"""A page in a browser: the notes of a script that clicks in it."""
 
 import json
 import re
@@ -37,3 +37,25 @@ def shown_by(text, script, tmp_path):
     ).stdout
     notes = json.loads(re.findall(r"<pre>(.*?)</pre>", dom)[-1])
     return [unquote(note) for note in notes], int(re.search(r'data-drawn="(\d+)"', dom)[1])
+
+
+NOTES = """<!doctype html><html><head><meta charset="utf-8"><script>
+const notes = [], errors = [];
+onerror = (text) => { errors.push(text); };
+console.error = (...texts) => { errors.push(texts.join(" ")); };
+</script></head><body>%s<script>
+try { %s } catch (error) { errors.push(String(error)); }
+const content = JSON.stringify({ notes, errors });
+document.body.innerHTML = `<pre>${encodeURIComponent(content)}</pre>`;
+</script></body></html>"""
+
+
+def noted_on(html, script, tmp_path, *, width=900):
+    """Return the notes of a script on a page of this width, and the errors of its console."""
+    (path := tmp_path / "notes.html").write_text(NOTES % (html, script), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
+    dom = subprocess.run(
+        [BROWSER, *options, "--dump-dom", path.as_uri()], capture_output=True, text=True, check=True
+    ).stdout
+    content = json.loads(unquote(re.findall(r"<pre>(.*?)</pre>", dom)[-1]))
+    return content["notes"], content["errors"]

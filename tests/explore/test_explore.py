@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import sys
 import time
 import types
@@ -101,6 +102,80 @@ def test_picture_of_any_layout_is_drawn(case):
     drawing = ElementTree.fromstring(shown.svg)
     tips = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}title")]
     assert len(tips) == len(set(tips)) or 0 in shape or prod(shape) < layout.mesh.size
+
+
+@st.composite
+def small_layouts(draw):
+    """Return a layout of a tensor of up to 5 dims on a mesh of up to 4 axes, 24 devices at most."""
+    count = draw(st.integers(1, 4))
+    sizes = draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
+    assume(prod(sizes) <= 24)
+    mesh = fs.make_mesh(dict(zip("abcd", sizes, strict=False)), runtime="abstract")
+    dims = draw(st.integers(1, 5))
+    lengths = st.sampled_from([2, 4, 6, 12])
+    shape = tuple(draw(st.lists(lengths, min_size=dims, max_size=dims)))
+    return fs.Layout(mesh, draw(fs.testing.strategies.specs(mesh, shape))), shape
+
+
+def devices_at(text, mesh):
+    """Return the devices at coordinates such as "a=0, b=*"."""
+    coordinates = dict(entry.split("=") for entry in text.split(", "))
+    devices = []
+    for device in range(mesh.size):
+        own = mesh.coordinates(device)
+        if all(place in ("*", str(own[axis])) for axis, place in coordinates.items()):
+            devices.append(device)
+    return devices
+
+
+TIP = re.compile(r"\[(?P<ranges>.*)\] on .* \((?P<coordinates>.*)\)")
+
+
+@given(small_layouts())
+def test_picture_has_each_shard_of_each_device_once(case):
+    """Read back from the SVG: no sharded dim is hidden, flat ones within dims neither."""
+    layout, shape = case
+
+    drawing = ElementTree.fromstring(picture(shape, layout=layout).svg)
+
+    drawn = []
+    for tip in drawing.iter("{http://www.w3.org/2000/svg}title"):
+        found = TIP.fullmatch(tip.text)
+        for device in devices_at(found["coordinates"], layout.mesh):
+            drawn.append((device, found["ranges"]))
+    expected = []
+    for device in filter(layout.has_any, range(layout.mesh.size)):
+        ranges = written(layout.ranges(shape, device))
+        is_flat_within_dims = layout.spec.is_flat and any(
+            prod(layout.mesh.shape[axis] for axis in axes) > 1
+            for axes in layout.spec.dims(len(shape))
+        )
+        if is_flat_within_dims:
+            ranges = f"{written(layout.block(shape, device))}, flat {ranges}"
+        expected.append((device, ranges))
+    assert sorted(drawn) == expected
+
+
+def written(ranges):
+    return ", ".join(f"{start}:{stop}" for start, stop in ranges)
+
+
+@given(small_layouts())
+def test_picture_as_text_has_each_device_of_a_small_mesh_once(case):
+    """Read back from the cells, where none lists some devices alone."""
+    layout, shape = case
+    assume(not layout.spec.unreduced)
+
+    _, _, *drawn = str(picture(shape, layout=layout)).split("\n")
+
+    devices = []
+    for line in drawn:
+        for cell in re.findall(r"(?<=│) *([\d,…-]+)(?: \(empty\))? *(?=│)", line):
+            assume("…" not in cell)
+            for run in cell.split(","):
+                first, _, last = run.partition("-")
+                devices += range(int(first), int(last or first) + 1)
+    assert sorted(devices) == [*filter(layout.has_any, range(layout.mesh.size))]
 
 
 class Case(NamedTuple):
@@ -231,25 +306,60 @@ CASES = {
         f32[4@data, 3, 6@model, 2@pipe] on Mesh(pipe=2, data=2, model=2; virtual, cpu)
         576 B, 72 B on each of 8 devices
 
-        dim 0@data 0:2
-                     dim 3@pipe
-                      0:1   1:2
-        dim 2@model ┌─────┬─────┐
-                0:3 │  0  │  4  │
-                    ├─────┼─────┤
-                3:6 │  1  │  5  │
-                    └─────┴─────┘
-
-        dim 0@data 2:4
-                     dim 3@pipe
-                      0:1   1:2
-        dim 2@model ┌─────┬─────┐
-                0:3 │  2  │  6  │
-                    ├─────┼─────┤
-                3:6 │  3  │  7  │
-                    └─────┴─────┘
+        dim 0@data 0:2              dim 0@data 2:4
+                     dim 3@pipe                  dim 3@pipe
+                      0:1   1:2                   0:1   1:2
+        dim 2@model ┌─────┬─────┐   dim 2@model ┌─────┬─────┐
+                0:3 │  0  │  4  │           0:3 │  2  │  6  │
+                    ├─────┼─────┤               ├─────┼─────┤
+                3:6 │  1  │  5  │           3:6 │  3  │  7  │
+                    └─────┴─────┘               └─────┴─────┘
 
         not drawn, unsharded: dim 1 (3)
+        """,
+    ),
+    "four dims on four axes": Case(
+        (4, 6, 2, 8),
+        {"a": 2, "b": 2, "c": 2, "d": 2},
+        (P("b", "c", "a", "d"),),
+        """
+        f32[4@b, 6@c, 2@a, 8@d] on Mesh(a=2, b=2, c=2, d=2; virtual, cpu)
+        1.5 KiB, 96 B on each of 16 devices
+
+        dim 0@b 0:2, dim 1@c 0:3   dim 0@b 0:2, dim 1@c 3:6
+                 dim 3@d                    dim 3@d
+                  0:4   4:8                  0:4   4:8
+        dim 2@a ┌─────┬─────┐      dim 2@a ┌─────┬─────┐
+            0:1 │  0  │  1  │          0:1 │  2  │  3  │
+                ├─────┼─────┤              ├─────┼─────┤
+            1:2 │  8  │  9  │          1:2 │ 10  │ 11  │
+                └─────┴─────┘              └─────┴─────┘
+
+        dim 0@b 2:4, dim 1@c 0:3   dim 0@b 2:4, dim 1@c 3:6
+                 dim 3@d                    dim 3@d
+                  0:4   4:8                  0:4   4:8
+        dim 2@a ┌─────┬─────┐      dim 2@a ┌─────┬─────┐
+            0:1 │  4  │  5  │          0:1 │  6  │  7  │
+                ├─────┼─────┤              ├─────┼─────┤
+            1:2 │ 12  │ 13  │          1:2 │ 14  │ 15  │
+                └─────┴─────┘              └─────┴─────┘
+        """,
+    ),
+    "flat within the shards of a dim": Case(
+        (4, 6),
+        {"a": 2, "b": 2},
+        (P("b", flat=("a",)),),
+        """
+        f32[4@b, 6]{flat:a} on Mesh(a=2, b=2; virtual, cpu)
+        96 B, 24 B on each of 4 devices
+
+                 flat@a
+                  0:6   6:12
+        dim 0@b ┌─────┬──────┐
+            0:2 │  0  │  2   │
+                ├─────┼──────┤
+            2:4 │  1  │  3   │
+                └─────┴──────┘
         """,
     ),
 }
@@ -350,6 +460,13 @@ def test_visualize_prints_on_the_first_device_only(capsys):
         torch.ones(4)
     )
     assert capsys.readouterr().out.count("f32[1]") == 1
+
+
+def test_visualize_shows_schedules_timelines_and_tables(capsys):
+    schedule = fs.pipeline_schedule("1f1b", stages=2, microbatches=3)
+    for value in (schedule, schedule.simulate(send=1), fs.plan.cluster("h100")):
+        visualize(value)
+        assert capsys.readouterr().out.rstrip() == str(value)
 
 
 def test_visualize_in_a_notebook_displays_once(monkeypatch, capsys):

@@ -209,4 +209,4 @@ def test_programs_that_are_too_long_for_a_search_are_marked():
     options = {"devices": 16, "cluster": H100, "global_batch": 256, "optimizer": ADAMW}
     plans = search(deep, **options, pipeline=16, zero_stage=3, schedule="gpipe", rows=1)
     assert all(x.program_size > PROGRAMS and x.program is None for x in plans)
-    assert "~" in str(plans) and "by formulas" in str(plans.table().caption)
+    assert "~" in str(plans) and "by formulas" in str(plans.table().notes)

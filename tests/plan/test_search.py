@@ -122,8 +122,8 @@ def test_the_table_of_a_tiny_model_shows_no_zeros():
 
     plans = search(tiny, devices=4, cluster=H100, global_batch=8, optimizer=ADAMW)
 
-    table = plans.table()
-    utilizations, gigabytes, remarks = ([*column.cells][:5] for column in table.columns[-3:])
+    rows = plans.table().texts()[:5]
+    utilizations, gigabytes, remarks = ([row[column] for row in rows] for column in (-3, -2, -1))
     for text in (*utilizations, *gigabytes, *remarks[1:]):
         assert re.search("[1-9]", text), text
 
@@ -222,12 +222,12 @@ def test_errors_of_machines_are_those_of_the_measure():
     options = {"devices": 1, "global_batch": 2, "optimizer": ADAMW, "rows": 2, "recompute": "never"}
     for machine in (H100, cluster("cpu")):
         plans = search(SMALL, cluster=machine, **options)
-        text = str(plans.table().caption)
+        text = str(plans.table().notes)
         assert "±" not in str(plans) and "all by formulas (~)" in text and "0.4 to 1.4" in text
         costed = replace(plans, estimates=[replace(x, by_formula=False) for x in plans])
         assert ("±" in str(costed)) == (machine is H100)
         assert "~" not in str(costed)
-        assert "all by the cost of their programs" in str(costed.table().caption)
+        assert "all by the cost of their programs" in str(costed.table().notes)
 
 
 class Model(nn.Module):
@@ -383,7 +383,7 @@ def test_a_module_that_returns_its_loss_takes_a_dict():
 def test_tables_and_errors_name_the_numbers_to_change(devices, batch, expected):
     options = {"devices": devices, "global_batch": batch, "optimizer": ADAMW, "rows": 1}
     options |= {"cluster": H100, "schedule": "1f1b", "recompute": "never", "zero_stage": 0}
-    caption = str(search(SMALL, **options, sequence=1).table().caption)
+    caption = str(search(SMALL, **options, sequence=1).table().notes)
     if expected is None:
         assert "change" not in caption
         return

@@ -1,8 +1,12 @@
 """A trainer shows the right numbers, once, wherever it runs."""
 
+import importlib
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -170,6 +174,91 @@ def test_tensorboard_has_the_written_scalars(tmp_path):
         (2, 0.5),
         (4, 0.125),
     ]
+
+
+TRACKIO = """
+runs = []
+
+
+class Run:
+    def __init__(self, options):
+        self.options, self.logged, self.is_finished = options, [], False
+
+    def log(self, metrics: dict, step: int | None = None):
+        self.logged.append((step, metrics))
+
+    def finish(self):
+        self.is_finished = True
+
+
+def init(project: str, name: str | None = None, *, config: dict | None = None) -> Run:
+    runs.append(Run((project, name, config)))
+    return runs[-1]
+"""
+"""The calls of trackio 0.43 that a writer makes, with its signatures."""
+
+
+@pytest.fixture
+def trackio(tmp_path, monkeypatch):
+    """A module in place of the package."""
+    (tmp_path / "trackio.py").write_text(TRACKIO)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("trackio", None)
+    yield importlib.import_module("trackio")
+    del sys.modules["trackio"]
+
+
+def test_tracker_begins_a_run_with_the_first_step_and_ends_it(trackio):
+    tracker = fs.report.Tracker("trackio", project="llama", config={"lr": 0.1})
+    assert trackio.runs == []
+
+    with fs.report.Report(tracker, step=10) as report:
+        report(loss=torch.tensor(0.5))
+        report(loss=0.25)
+
+    (run,) = trackio.runs
+    assert run.options == ("llama", None, {"lr": 0.1}) and run.is_finished
+    assert [(step, metrics["loss"]) for step, metrics in run.logged] == [(11, 0.5), (12, 0.25)]
+
+
+def test_tracker_writes_on_the_first_device_alone(trackio):
+    def train():
+        with fs.report.Report(fs.report.Tracker("trackio", project="p")) as report:
+            report(loss=1.0)
+
+    fs.run(train, mesh=fs.make_mesh({"data": 4}))
+
+    assert len(trackio.runs) == 1
+
+
+def test_tracker_of_another_or_a_missing_package_raises(monkeypatch):
+    with pytest.raises(ValueError, match='must be "wandb" or "trackio"; got .mlflow'):
+        fs.report.Tracker("mlflow")
+    monkeypatch.setattr(sys.modules["fshard.report.files"], "find_spec", lambda name: None)
+    with pytest.raises(fs.FshardError, match="needs the package trackio: pip install trackio"):
+        fs.report.Tracker("trackio", project="p")
+
+
+OFFLINE = """
+import sys, fshard as fs
+tracker = fs.report.Tracker("wandb", project="llama", mode="offline", dir=sys.argv[1])
+with fs.report.Report(tracker) as report:
+    report(loss=0.5)
+    report(loss=0.25)
+"""
+
+
+@pytest.mark.thorough
+def test_tracker_of_wandb_offline_has_the_written_numbers(tmp_path):
+    """In a process of its own: wandb leaves threads, and a service, in the one that imports it."""
+    pytest.importorskip("wandb")
+    environment = os.environ | {"WANDB_SILENT": "true", "WANDB__DISABLE_STATS": "true"}
+    command = [sys.executable, "-c", OFFLINE, str(tmp_path)]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=200)
+
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    records = path.read_bytes()
+    assert b"loss" in records and b"0.25" in records and b"llama" in records
 
 
 # -- Bar -------------------------------------------------------------------------------------------

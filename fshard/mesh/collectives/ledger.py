@@ -21,7 +21,6 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from fshard.mesh.layout.counting import (
     MEMORIES,
@@ -31,10 +30,7 @@ from fshard.mesh.layout.counting import (
     counting,
     counting_by,
 )
-from fshard.tables import Tabular
-
-if TYPE_CHECKING:  # it is imported where a table is shown
-    from rich.table import Table
+from fshard.tables import Table, TableColumn, Tabular
 
 COUNTED = (
     "psum",
@@ -191,42 +187,26 @@ class Ledger(Tabular):
         return [(row, calls, sent) for row, (calls, sent) in largest.items()]
 
     def table(self) -> Table:
-        """Return the ledger as a rich table."""
-        from rich.table import Table
-
-        columns = ("collective", "axis", "calls", "bytes per device", "source line")
-        table = Table(*columns, title="ledger")
+        """Return the ledger as a table."""
+        columns = (
+            TableColumn("collective"),
+            TableColumn("axis"),
+            TableColumn("calls", "count"),
+            TableColumn("bytes per device", "bytes"),
+            TableColumn("source line", "source"),
+        )
+        table = Table(columns, title="ledger")
         for row, calls, sent in self.rows():
-            axes = "+".join(row.axes)
-            table.add_row(row.collective, axes, f"{calls:,}", _format_count(sent), str(row.site))
+            table.add(row.collective, "+".join(row.axes), calls, sent, row.site)
         table.add_section()
-        table.add_row("all", "", f"{self.calls():,}", _format_count(self.bytes()), "")
+        table.add("all", None, self.calls(), self.bytes(), None)
 
         pairs: dict[tuple[Memory, Memory], None] = {}  # a set in order
         for counts in self.moves.values():
             pairs.update(dict.fromkeys(counts))
         for source, target in pairs:
-            table.add_row(f"{source} to {target}", "", "", f"{self.moved(source, target):,}", "")
-
-        for column in (2, 3):
-            table.columns[column].justify = "right"
+            table.add(f"{source} to {target}", None, None, self.moved(source, target), None)
         return table
-
-
-def _format_count(count: Fraction) -> str:
-    """Format a count; fractions get enough digits not to look like integers.
-
-    >>> _format_count(Fraction(4000)), _format_count(Fraction(10, 3))
-    ('4,000', '3.33')
-    >>> _format_count(Fraction(8 * 65535, 65536))  # with two digits: 8.00
-    '7.9999'
-    """
-    if count.denominator == 1:
-        return f"{int(count):,}"
-    digits = 2
-    while digits < 12 and round(float(count) % 1, digits) in (0, 1):
-        digits += 1
-    return f"{float(count):,.{digits}f}"
 
 
 def active() -> Sequence[CollectiveCounter]:

@@ -26,6 +26,7 @@ from fshard.mesh.layout.arithmetic import Range
 from fshard.mesh.layout.counting import MEMORIES, Memory
 from fshard.mesh.layout.mesh import Mesh, run_defaults
 from fshard.mesh.layout.spec import CachedHash, P
+from fshard.tables import byte_text
 
 _SHORT = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -195,7 +196,7 @@ class Layout(CachedHash):
     __hash__ = CachedHash.__hash__
 
     def __repr__(self) -> str:
-        arguments = [str(self.mesh), str(self.spec)]
+        arguments = [repr(self.mesh), str(self.spec)]
         if self.memory != "device":
             arguments.append(f'"{self.memory}"')
         if self.unit is not None:
@@ -216,7 +217,7 @@ def as_layout(layout: object, mesh: Mesh | None = None, *, caller: str = "") -> 
 
     >>> from fshard.mesh.layout.make import make_mesh
     >>> as_layout(P("data"), make_mesh({"data": 2}))
-    Layout(Mesh(data=2; virtual, cpu), P("data"))
+    Layout(Mesh(data=2; 2 devices, virtual, cpu), P("data"))
     """
     if isinstance(layout, Layout):
         return layout
@@ -266,6 +267,48 @@ class ShardType:
         return text + "{" + ", ".join(notes) + "}" if notes else text
 
     __repr__ = __str__
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+def global_bytes(kind: ShardType) -> int:
+    """Return the bytes of the global tensor."""
+    return prod(kind.shape) * kind.dtype.itemsize
+
+
+def most_bytes(kind: ShardType, layout: Layout) -> int:
+    """Return the bytes of the largest shard: that of the first device that stores any."""
+    first = layout.mesh.index(layout.place)
+    return prod(layout.local_shape(kind.shape, first)) * kind.dtype.itemsize
+
+
+def is_uneven(kind: ShardType, layout: Layout) -> bool:
+    """Return True if some shards are smaller than others.
+
+    Flat ones can be, and those of devices outside the coordinates of `at` are empty.
+    """
+    has_devices_outside = any(layout.mesh.shape[name] > 1 for name in kind.spec.at_axes)
+    is_cut_unevenly = kind.spec.is_flat and prod(kind.shape) % layout.flat_parts != 0
+    return has_devices_outside or is_cut_unevenly
+
+
+def bytes_on_devices(kind: ShardType, layout: Layout) -> str:
+    """Return the bytes of a tensor and of its shards, as text.
+
+    >>> from fshard.mesh.layout.make import make_mesh
+    >>> layout = Layout(make_mesh({"data": 3}), P.flat("data"))
+    >>> bytes_on_devices(ShardType(torch.int64, (7,), layout.spec), layout)
+    '56 B, at most 24 B on each of 3 devices'
+    """
+    total = byte_text(global_bytes(kind))
+    local = byte_text(most_bytes(kind, layout))
+    if is_uneven(kind, layout):
+        local = f"at most {local}"
+    devices = f"on each of {layout.mesh.size:,} devices"
+    if layout.mesh.size == 1:
+        devices = "on the only device"
+    return f"{total}, {local} {devices}"
 
 
 @lru_cache(maxsize=4096)

@@ -47,9 +47,9 @@ def make_mesh(
             limit. Default: the environment variable FSHARD_TIMEOUT, or 600.
 
     >>> make_mesh({"data": 4, "model": 2})
-    Mesh(data=4, model=2; virtual, cpu)
+    Mesh(data=4, model=2; 8 devices, virtual, cpu)
     >>> make_mesh({"model": 2}, devices=range(4, 6))
-    Mesh(model=2 on 4, 5; virtual, cpu)
+    Mesh(model=2 on 4, 5; 2 devices, virtual, cpu)
     """
     scope = here()
     if runtime is None:

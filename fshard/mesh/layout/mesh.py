@@ -241,14 +241,24 @@ class Mesh(CachedHash):
     __hash__ = CachedHash.__hash__
 
     def __str__(self) -> str:
+        return f"Mesh({self._axes_text}; {self._kind_text})"
+
+    def __repr__(self) -> str:
+        count = "1 device" if self.size == 1 else f"{self.size:,} devices"
+        return f"Mesh({self._axes_text}; {count}, {self._kind_text})"
+
+    @property
+    def _axes_text(self) -> str:
         parent = f" of {_grid(self.parent)}" if self.parent is not None else ""
+        return f"{self.grid}{parent}"
+
+    @property
+    def _kind_text(self) -> str:
         kind = f"{self.runtime}, {self.device_type}"
         if not self.is_member:
             kind = "without this device"
         order = f", zigzag over {self.zigzag}" if self.zigzag else ""
-        return f"Mesh({self.grid}{parent}; {kind}{order})"
-
-    __repr__ = __str__
+        return f"{kind}{order}"
 
 
 @dataclass(frozen=True, slots=True)

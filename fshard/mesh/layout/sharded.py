@@ -25,7 +25,15 @@ from fshard.mesh.layout.array_methods import ArrayMethods
 from fshard.mesh.layout.counting import Memory
 from fshard.mesh.layout.host_copies import GPUS, is_on_host, start_read, upload
 from fshard.mesh.layout.kinds import copy_in, empty_in, memory_of
-from fshard.mesh.layout.layout import Layout, ShardType, as_layout, dtype_name, is_dense, no_dense
+from fshard.mesh.layout.layout import (
+    Layout,
+    ShardType,
+    as_layout,
+    bytes_on_devices,
+    dtype_name,
+    is_dense,
+    no_dense,
+)
 from fshard.mesh.layout.mesh import Mesh
 from fshard.mesh.layout.spec import Axes, P, as_axes
 from fshard.mesh.layout.tree import NAMESPACE, PyTree, Structure, flatten, map_leaves, unflatten
@@ -51,7 +59,7 @@ class Sharded(ArrayMethods):
     >>> from fshard import P
     >>> x = fs.device_put(torch.arange(4.0), fs.Layout(fs.make_mesh({"data": 2}), P("data")))
     >>> x
-    Sharded f32[4@data] on Mesh(data=2; virtual, cpu)
+    Sharded f32[4@data] on Mesh(data=2; virtual, cpu), 16 B, 8 B on each of 2 devices
     >>> torch.utils._pytree.tree_map(lambda array: float(array.sum()), {"x": x})
     {'x': 6.0}
     """
@@ -138,8 +146,10 @@ class Sharded(ArrayMethods):
             return f"Sharded of shape {self.shape}, donated, on {self.mesh}"
         # In a tree of specs or names, an array's shards are no tensors.
         kinds = [type(shard).__name__ for shard in self.shards if not isinstance(shard, Tensor)]
-        content = kinds[0] if kinds else typeof(self)
-        return f"Sharded {content} on {self.mesh}"
+        if kinds:
+            return f"Sharded {kinds[0]} on {self.mesh}"
+        kind = typeof(self)
+        return f"Sharded {kind} on {self.mesh}, {bytes_on_devices(kind, self.layout)}"
 
 
 def abstract_array(shape: Sequence[int], layout: Layout, dtype: torch.dtype) -> Sharded:

@@ -131,7 +131,7 @@ def process_count(default: int = 1) -> int:
 
     >>> import fshard as fs
     >>> fs.make_mesh({"data": fs.mesh.process_count(default=8)})
-    Mesh(data=8; virtual, cpu)
+    Mesh(data=8; 8 devices, virtual, cpu)
     """
     if _has_group():
         return dist.get_world_size()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fshard.errors import PlanError
 from fshard.parallelism.value import Parallelism
@@ -15,9 +15,7 @@ from fshard.plan.cluster import PRESETS, cluster
 from fshard.plan.estimate import PlanEstimate
 from fshard.plan.space import RejectedPlan, advice
 from fshard.plan.tables.layout import layout_text, options_text, sizes_text
-
-if TYPE_CHECKING:  # it is imported where a table is shown
-    from rich.table import Table
+from fshard.tables import Table, TableCell, TableColumn
 
 SHOWN = 10
 """The plans that fit in a table."""
@@ -104,75 +102,79 @@ def plans_table(
 
     `stages` of ZeRO are one program, by its plan.
     """
-    from rich.table import Table
-
     shown = _shown(estimates)
     counts = {estimates[number].plan.devices for number in shown}
     has_several_counts = len(counts) > 1
-    texts = ["layout", "options"]
-    numbers = ["step, s", "tokens/s", "MFU", "GB"]
-    if training.tokens is not None:
-        numbers.insert(2, "days")
-    if training.price is not None:
-        numbers.insert(3, "cost")
+    texts = [TableColumn("layout"), TableColumn("options")]
+    numbers = _number_columns(training)
     # Plans on several numbers of devices are slower for that alone.
-    title = _title(estimates[0], has_several_counts)
     if has_several_counts:
-        table = Table("devices", *texts, *numbers, title=title)
+        columns = [TableColumn("devices", "count", wraps=False), *texts, *numbers]
     else:
-        table = Table(*texts, *numbers, "slower by", title=title)
-    for column in table.columns:
-        if column.header in (*numbers, "devices"):
-            column.justify = "right"
-            column.no_wrap = True
+        columns = [*texts, *numbers, TableColumn("slower by")]
 
+    best = f"The best {len(shown)}"
+    if has_several_counts:
+        best = "The best plan of each number of devices"
+    notes = [f"{best}, of {tried:,} plans that were tried. {_counts_text(estimates)}"]
+    if any([estimates[number].program is None for number in shown]):
+        notes.append(f"~: by formulas, which were {FORMULA_ERROR}.")
+    if not has_several_counts:
+        first = estimates[0]
+        notes += [
+            f"{text}."
+            for text in advice(first.plan.devices, first.plan.rows_of_step, first.cluster)
+        ]
+    notes += _definitions([estimates[number] for number in shown])
+    notes += _rejected_lines(rejected)
+
+    table = Table(columns, title=_title(estimates[0], has_several_counts), notes=notes)
     for number in shown:
         estimate = estimates[number]
         plan = estimate.plan
         cells = [sizes_text(plan), options_text(plan, stages.get(plan, ()))]
         cells += _numbers(estimate, training)
         if has_several_counts:
-            table.add_row(f"{plan.devices:,}", *cells)
+            table.add(plan.devices, *cells)
         else:
-            table.add_row(*cells, remarks[number])
-
-    best = f"The best {len(shown)}"
-    if has_several_counts:
-        best = "The best plan of each number of devices"
-    head = [f"{best}, of {tried:,} plans that were tried. {_counts_text(estimates)}"]
-    if any([estimates[number].program is None for number in shown]):
-        head.append(f"~: by formulas, which were {FORMULA_ERROR}.")
-    if not has_several_counts:
-        first = estimates[0]
-        head += [
-            f"{text}."
-            for text in advice(first.plan.devices, first.plan.rows_of_step, first.cluster)
-        ]
-    head += _definitions([estimates[number] for number in shown])
-    table.caption = _caption(head, rejected)
-    table.caption_justify = "left"
+            table.add(*cells, remarks[number])
     return table
 
 
-def _numbers(estimate: PlanEstimate, training: Training) -> list[str]:
+def _number_columns(training: Training) -> list[TableColumn]:
+    """Return the columns of the numbers of a plan: see `_numbers`."""
+    columns = [TableColumn("step, s", "seconds", wraps=False)]
+    columns.append(TableColumn("tokens/s", "count", wraps=False))
+    if training.tokens is not None:
+        columns.append(TableColumn("days", "count", wraps=False))
+    if training.price is not None:
+        columns.append(TableColumn("cost", "count", wraps=False))
+    columns.append(TableColumn("MFU", "ratio", wraps=False))
+    columns.append(TableColumn("GB", "count", wraps=False))
+    return columns
+
+
+def _numbers(estimate: PlanEstimate, training: Training) -> list[TableCell | None]:
     """Return the cells of time, speed, days, cost, utilization and memory."""
     seconds = estimate.seconds
     speed = estimate.tokens_per_second
-    if estimate.program is None:  # the caption has the error of formulas
-        cells = [f"~{seconds:.3g}"]
+    time = f"{seconds:.3g}"
+    if estimate.program is None:  # a note has the error of formulas
+        time = f"~{time}"
     elif has_measured_error(estimate):
-        cells = [f"{seconds:.3g} ± {TIME_ERROR * seconds:.1g}"]
-    else:
-        cells = [f"{seconds:.3g}"]
-    cells.append("" if speed is None else short(speed))
+        time = f"{time} ± {TIME_ERROR * seconds:.1g}"
+    cells: list[TableCell | None] = [TableCell(seconds, time)]
+    cells.append(None if speed is None else TableCell(speed, short(speed)))
     days = training.days(estimate)
     price = training.cost(estimate)
     if days is not None:
-        cells.append(digits(days, decimals=1))
+        cells.append(TableCell(days, digits(days, decimals=1)))
     if price is not None:
-        cells.append(short(price))
-    cells.append(f"{digits(100 * estimate.utilization())} %")
-    cells.append(digits(estimate.peak / 1e9, decimals=1))
+        cells.append(TableCell(price, short(price)))
+    utilization = estimate.utilization()
+    cells.append(TableCell(utilization, f"{digits(100 * utilization)} %"))
+    peak = estimate.peak / 1e9
+    cells.append(TableCell(peak, digits(peak, decimals=1)))
     return cells
 
 
@@ -220,9 +222,9 @@ def _definitions(shown: Sequence[PlanEstimate]) -> list[str]:
     return lines
 
 
-def _caption(head: Sequence[str], rejected: Sequence[RejectedPlan]) -> str:
-    """Return what the numbers are, and the plans that were rejected, one a line."""
-    lines = [*head]
+def _rejected_lines(rejected: Sequence[RejectedPlan]) -> list[str]:
+    """Return the plans that were rejected, one a line."""
+    lines: list[str] = []
     if rejected:
         lines += ["", "Rejected:"]
     for plan in rejected:
@@ -231,7 +233,7 @@ def _caption(head: Sequence[str], rejected: Sequence[RejectedPlan]) -> str:
         if plan.kind == "devices":
             name = sizes_text(plan.plan)
         lines.append(f"{name}: {plan.reason}")
-    return "\n".join(lines)
+    return lines
 
 
 def digits(number: float, decimals: int = 0) -> str:

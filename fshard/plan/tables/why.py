@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fshard.plan.estimate import PlanEstimate
 from fshard.plan.tables.layout import layout_text
+from fshard.tables import Table, TableCell, TableColumn, html_of
 
 
 class ComparedNumber(NamedTuple):
@@ -31,6 +32,32 @@ class Reason(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Return both for a file of JSON."""
         return {"text": self.text, "numbers": [row._asdict() for row in self.numbers]}
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        """Return the numbers as a table between the sentences of the text; these alone without."""
+        columns = (
+            TableColumn("term"),
+            TableColumn("best", "count"),
+            TableColumn("this", "count"),
+            TableColumn("more", "count"),
+            TableColumn("unit"),
+        )
+        rows = {str(row).rstrip() for row in self.numbers}
+        sentences = [line for line in self.text.split("\n") if line not in rows]
+        if not self.numbers:
+            return html_of(Table((), notes=sentences))
+
+        title, best, _, *notes = sentences  # the third line has the heads of the columns
+        table = Table(columns, title=title, notes=(best, *notes))
+        for row in self.numbers:
+            numbers = [row.best, row.other]
+            cells = [TableCell(number, f"{number:,.2f}") for number in numbers]
+            more = row.other - row.best
+            table.add(row.name, *cells, TableCell(more, f"{more:+,.2f}"), row.unit)
+        return html_of(table)
 
 
 def slower_reason(best: PlanEstimate, other: PlanEstimate, left_out: str) -> Reason:
