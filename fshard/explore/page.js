@@ -1239,7 +1239,9 @@ export function draw(page) {
   drawLegend(page);
   drawLedger(page);
   drawLeaves(page);
-  box?.querySelector("table:last-of-type")?.rows[number]?.focus({ preventScroll: true });
+  if (focused?.isConnected === false) { // its table was written anew
+    box.querySelector("table:last-of-type")?.rows[number]?.focus({ preventScroll: true });
+  }
 }
 /** Choose what an element is of: a plan, a row of the ledger, a leaf, or a range of time. */
 function pick(page, element) {
@@ -1302,15 +1304,15 @@ export function open(root, data, { fragment = "", onChoose = () => {}, signal } 
   drawAtOtherWidths(page);
   return page;
 }
-/** Draw another document. What is chosen stays so by its name: a leaf, a row, a device. */
-export function show(page, data) {
+/** Draw another document, of which a plan is chosen. A leaf and a row stay chosen by their names. */
+export function show(page, data, number = 0) {
   const { state } = page;
   const before = chosen(page);
   const leaf = before.leaves[state.leaf]?.path;
   const row = rowKey(before.rows[state.row]);
   const axes = JSON.stringify(before.axes);
   setDocument(page, data);
-  state.plan = Math.min(state.plan, page.plans.length - 1);
+  state.plan = number;
 
   const plan = chosen(page);
   state.leaf = plan.leaves.findIndex(({ path }) => path === leaf);

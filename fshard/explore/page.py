@@ -88,22 +88,32 @@ def resource(package: str, name: str) -> str:
     return (files(package) / name).read_text("utf-8")
 
 
-_IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.MULTILINE)
+_IMPORT = re.compile(r'^import [^"]* from "(\.[^"]*)/([\w.]+)";\n', re.MULTILINE)
+_PACKAGES = {".": "", "../explore": "fshard.explore"}
 
 
-def bundled(package: str, name: str, imported_from: str = "fshard.explore") -> str:
+def bundled(package: str, name: str) -> str:
     """Return a module of JavaScript as one text, which a page without a network can have.
 
-    Each import is replaced by the text of the module that is imported, so modules that are imported
-    together may not have equal names.
+    The first import of each module is replaced by the text of the module, later ones by nothing.
+    So two modules may not have equal names: the browser refuses to read them.
 
     Args:
         package: of the module.
-        name: of its file.
-        imported_from: the package of the modules that it imports.
+        name: of its file. It imports from "./" or "../explore/".
     """
-    text = resource(package, name)
-    return _IMPORT.sub(lambda match: bundled(imported_from, match[1]), text)
+    included: set[tuple[str, str]] = set()
+
+    def text_of(package: str, name: str) -> str:
+        if (package, name) in included:
+            return ""
+        included.add((package, name))
+        return _IMPORT.sub(
+            lambda match: text_of(_PACKAGES[match[1]] or package, match[2]),
+            resource(package, name),
+        )
+
+    return text_of(package, name)
 
 
 def framed(report: Cost) -> dict[str, str]:
