@@ -82,12 +82,11 @@ class Tab:
         return reply["result"].get("value")
 
     def wait(self, expression, seconds=30):
-        """Wait until an expression is true, and return its value."""
+        """Wait until an expression is true."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            value = self.get(f"(() => {{ try {{ return {expression} }} catch {{ return null }} }})()")
-            if value:
-                return value
+            if self.get(f"(() => {{ try {{ return !!({expression}) }} catch {{ return false }} }})()"):
+                return
             time.sleep(0.05)
         raise AssertionError(f"never true: {expression}; errors: {self.errors}")
 
@@ -104,7 +103,7 @@ class Tab:
         code = CODES.get(key, ord(key[0].upper()))
         event = {"key": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
         is_letter = len(key) == 1 and not control
-        text = {"Enter": "\r"}.get(key, key if is_letter else "")
+        text = {"Enter": "" if shift else "\r"}.get(key, key if is_letter else "")
         self._call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
         self._call("Input.dispatchKeyEvent", type="keyUp", **event)
 
@@ -164,8 +163,8 @@ class Tab:
             details = params["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description") or details["text"])
         is_console = message.get("method") == "Runtime.consoleAPICalled"
-        if is_console and params["type"] in ("error", "warning"):
+        if is_console and params["type"] == "error":
             self.errors.append(str([each.get("value") for each in params["args"]]))
         is_log = message.get("method") == "Log.entryAdded"
-        if is_log and params["entry"]["level"] in ("error", "warning"):
+        if is_log and params["entry"]["level"] == "error":
             self.errors.append(params["entry"]["text"])
