@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +19,7 @@ from torch.nn import functional
 from fshard.errors import PlanError
 from fshard.experts.module import MoE
 from fshard.experts.transformers import shard_experts
-from fshard.mesh.layout import Mesh, PyTree, flatten, map_leaves
+from fshard.mesh.layout import Mesh, P, PyTree, flatten, map_leaves
 from fshard.mesh.layout.sharded import Sharded
 from fshard.optim.contract import Optimizer
 from fshard.optim.partition import partition_optimizer
@@ -78,6 +78,8 @@ class LayeredModel:
             the model's arguments, else the cross-entropy of logits and the second part of the batch.
         optimizer: of `fs.optim`.
         experts: the number of experts of a layer.
+        styles, layouts: of weights and of parameters by pattern, instead of those of a plan: see
+            `shard_model`.
     """
 
     build: Callable[[int], nn.Module]
@@ -87,6 +89,8 @@ class LayeredModel:
     loss: Loss | None
     optimizer: Optimizer
     experts: int = 0
+    styles: Mapping[str, str] = field(default_factory=dict[str, str])
+    layouts: Mapping[str, P] = field(default_factory=dict[str, P])
 
     @cached_property
     def parameters(self) -> int:
@@ -164,6 +168,8 @@ class LayeredModel:
             sample=self._sample(plan),
             blocks=self.blocks,
             has_full_output=plan.in_stages,  # a schedule passes no plan to the loss
+            styles=self.styles,
+            layouts=self.layouts,
         )
         opt = partition_optimizer(
             self.optimizer,
