@@ -38,13 +38,18 @@ _KEPT = {"selective": "dots", "full": "nothing"}
 """The policies of `remat`."""
 
 
+def kept_by_layers(recompute: Recomputed) -> Any:
+    """Return what layers keep for their backward: a policy of `remat`."""
+    return _KEPT.get(str(recompute)) or save_names(*kept_names(recompute))
+
+
 class RecomputedLayer(nn.Module):
     """A layer whose activations are recomputed in the backward."""
 
     def __init__(self, layer: nn.Module, recompute: Recomputed) -> None:
         super().__init__()
         self.layer = layer
-        self.kept = _KEPT.get(str(recompute)) or save_names(*kept_names(recompute))
+        self.kept = kept_by_layers(recompute)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
@@ -157,7 +162,7 @@ class LayeredModel:
             mesh: the devices.
             loss: instead of `loss_of`.
         """
-        self._let_layers_recompute(module, plan.recompute)
+        self.recomputed(module, plan.recompute)
         if self.experts:
             # Experts of transformers then run on shapes alone, which their own functions do not.
             shard_experts(module, ())
@@ -188,12 +193,14 @@ class LayeredModel:
             arguments.append(sharded.buffers)
         return TrainingProgram(step, arguments, sharded.plan)
 
-    def _let_layers_recompute(self, module: nn.Module, recompute: Recomputed) -> None:
+    def recomputed(self, module: nn.Module, recompute: Recomputed) -> nn.Module:
+        """Let the layers of a model recompute from now on; return the model."""
         if recompute == "never":
-            return
+            return module
         layers = cast(nn.ModuleList, module.get_submodule(self.blocks))
         for index, layer in enumerate(layers):
             layers[index] = RecomputedLayer(layer, recompute)
+        return module
 
     def _sample(self, plan: Parallelism) -> Any:
         """Return the arguments by which layers and stages are planned."""
