@@ -80,12 +80,14 @@ from fshard.transforms.value_and_grad import grad, value_and_grad
 
 
 def __getattr__(name: str) -> Any:
-    """Import `fshard.testing`, which needs test packages, and `fshard.plan` on first use.
+    """Import `fshard.testing`, which needs test packages, `fshard.plan` and `lab` on first use.
 
     Also read the version, and hint at fshard's word for a name of another library.
     """
     if name in ("testing", "plan"):
         return import_module(f"fshard.{name}")
+    if name == "lab":
+        return import_module("fshard.laboratory").lab
     if name == "__version__":
         return version("fshard")
     raise AttributeError(f"module 'fshard' has no attribute {name!r}.{hint(name)}")
