@@ -64,3 +64,19 @@ def _wait_for(address, seconds=60):
         except OSError:
             time.sleep(0.1)
     raise AssertionError(f"{address} must answer within {seconds} s")
+
+
+def run_first_cell(tab, address):
+    """Open a notebook in a tab, and run its first cell."""
+    run = "document.querySelector('[data-command=\"notebook:run-cell-and-select-next\"]')"
+    prompt = "document.querySelector('.jp-InputPrompt').textContent"
+    for seconds in (2, 4, 8, 16):
+        # A notebook looks ready before it is, and one that was clicked too early never runs.
+        tab.open(address)
+        tab.wait("document.querySelector('[data-status=idle]')", 60)
+        time.sleep(seconds)
+        tab.click(run)
+        time.sleep(1)
+        if tab.get(prompt) != "[ ]:":
+            return
+    raise AssertionError(f"the cell never runs: {tab.errors}")
