@@ -157,8 +157,11 @@ class Tab:
             self._note(message)
 
     def _note(self, message):
-        """Note an error that the page logs."""
+        """Note an error that the page logs, and leave a page that asks whether to be left."""
         params = message.get("params", {})
+        if message.get("method") == "Page.javascriptDialogOpening":
+            accept = {"method": "Page.handleJavaScriptDialog", "params": {"accept": True}}
+            self._socket.send(json.dumps({"id": next(self._ids), **accept}))
         if message.get("method") == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description") or details["text"])

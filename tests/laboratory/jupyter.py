@@ -68,15 +68,11 @@ def _wait_for(address, seconds=60):
 
 def run_first_cell(tab, address):
     """Open a notebook in a tab, and run its first cell."""
-    run = "document.querySelector('[data-command=\"notebook:run-cell-and-select-next\"]')"
+    kernel = "document.querySelector('.jp-Toolbar-kernelName').innerText"
     prompt = "document.querySelector('.jp-InputPrompt').textContent"
-    for seconds in (2, 4, 8, 16):
-        # A notebook looks ready before it is, and one that was clicked too early never runs.
-        tab.open(address)
-        tab.wait("document.querySelector('[data-status=idle]')", 60)
-        time.sleep(seconds)
-        tab.click(run)
-        time.sleep(1)
-        if tab.get(prompt) != "[ ]:":
-            return
-    raise AssertionError(f"the cell never runs: {tab.errors}")
+    tab.open(address)
+    # Before it has a kernel a notebook looks ready, and ignores that a cell is run.
+    tab.wait(f"{kernel}.startsWith('Python') && {prompt} === '[ ]:'", 60)
+    time.sleep(1)
+    tab.click("document.querySelector('[data-command=\"notebook:run-cell-and-select-next\"]')")
+    tab.wait(f"{prompt} !== '[ ]:'", 60)
