@@ -40,7 +40,7 @@ LONGEST = 16
 DRAWN_LAYERS = 2
 """The layers of a longer program that is drawn."""
 
-DRAWN_STAGES = 4
+DRAWN_STAGES = 3
 """The devices along the pipeline that are drawn."""
 
 

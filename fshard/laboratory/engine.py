@@ -51,6 +51,9 @@ class Engine:
         self._newest: dict[str, int] = {}
         self._lock = threading.Lock()  # one answer at a time: the abstract mesh has one thread
         self._newest_lock = threading.Lock()
+        self._proof_lock = threading.Lock()  # one proof at a time: each has many threads
+        self._proofs: list[threading.Thread] = []
+        self._is_closed = False
 
     # -- answers ----------------------------------------------------------------------------------
 
@@ -132,6 +135,12 @@ class Engine:
             }
         return self._replies[state.text]
 
+    def close(self) -> None:
+        """Abandon all proofs, and wait until they have ended."""
+        self._is_closed = True
+        for proof in self._proofs:
+            proof.join()
+
     # -- proofs -----------------------------------------------------------------------------------
 
     def _begin_proof(self, head: Message, state: LabState) -> None:
@@ -140,6 +149,8 @@ class Engine:
             return
         answer = self.answer(state)
         proof = threading.Thread(target=self._prove, args=(head, answer), daemon=True)
+        self._proofs = [thread for thread in self._proofs if thread.is_alive()]
+        self._proofs.append(proof)
         proof.start()
 
     def _prove(self, head: Message, answer: Answer) -> None:
@@ -147,7 +158,7 @@ class Engine:
         assert send is not None
 
         def is_abandoned() -> bool:
-            return not self._is_newest(head)
+            return self._is_closed or not self._is_newest(head)
 
         reason = why_not_proven(answer)
         if reason:
@@ -158,7 +169,8 @@ class Engine:
             return
         send({**head, "kind": "proof", "verdict": "running", "text": "", "rows": []})
         try:
-            result = prove(answer, is_abandoned)
+            with self._proof_lock:
+                result = prove(answer, is_abandoned)
         except Exception as error:  # whatever the program raises with values
             result = {"verdict": "none", "text": _text(error), "rows": []}
         if result is not None and not is_abandoned():

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
 
@@ -45,12 +45,14 @@ class LeafGroup:
         name: of the first one.
         type: its dtype, shape and spec.
         count: of the layers.
+        numbers: of the leaves, in the order of all parameters of the program.
     """
 
     pattern: str
     name: str
     type: ShardType
     count: int
+    numbers: tuple[int, ...] = ()
 
 
 def axes_of(plan: Parallelism) -> list[dict[str, Any]]:
@@ -72,10 +74,11 @@ def leaf_groups(params: Any, model: LayeredModel) -> list[LeafGroup]:
     names = [name for name, _ in model.build(1).named_parameters()]
     order = {pattern_of(name, blocks): number for number, name in enumerate(names)}
     groups = dict[str, LeafGroup]()
-    for name, x in _named_leaves(params):
+    for number, (name, x) in enumerate(_named_leaves(params)):
         pattern = pattern_of(name, blocks)
-        count = model.layers if pattern != name else 1
-        groups.setdefault(pattern, LeafGroup(pattern, name, typeof(x), count))
+        count = model.layers if "*" in pattern else 1
+        group = groups.setdefault(pattern, LeafGroup(pattern, name, typeof(x), count))
+        groups[pattern] = replace(group, numbers=(*group.numbers, number))
     # The parts of a fused weight, which the model has not, are last.
     return sorted(groups.values(), key=lambda group: order.get(group.pattern, len(order)))
 
@@ -142,6 +145,7 @@ def _row(group: LeafGroup, mesh: Mesh, movable: Sequence[str], why: str) -> dict
         "bytes": group.count * prod(shape) * item,
         "per_device": group.count * prod(local_shape) * item,
         "why": why,
+        "leaves": [*group.numbers],
     }
 
 

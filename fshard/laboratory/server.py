@@ -44,6 +44,7 @@ class LabServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    block_on_close = False  # an event stream ends with the process
 
     def __init__(self, engine: Engine, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), LabRequest)
@@ -61,6 +62,11 @@ class LabServer(ThreadingHTTPServer):
     def hosts(self) -> tuple[str, str]:
         """The hosts that requests may name."""
         return f"127.0.0.1:{self.server_port}", f"localhost:{self.server_port}"
+
+    def server_close(self) -> None:
+        """Close the port, and abandon proofs."""
+        super().server_close()
+        self.engine.close()
 
     def publish(self, message: Message) -> None:
         """Send a message to all open event streams."""

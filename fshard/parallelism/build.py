@@ -12,6 +12,7 @@ A Booster has layouts of its own, by its plugin, and gives them to the middle tw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -71,6 +72,7 @@ def shard_model(
     has_full_output: bool,
     styles: Mapping[str, str] | None = None,
     layouts: Mapping[str, P] | None = None,
+    layer_plan: Plan | None = None,
 ) -> ShardedModel:
     """Return a model as arguments of a step.
 
@@ -86,9 +88,16 @@ def shard_model(
             rules of `tensor_parallel`.
         layouts: of parameters by pattern, instead of those that the parallelism gives them; not in
             stages.
+        layer_plan: of an equal model, whose layers are not planned again.
     """
     parts = split_model(
-        model, parallelism, sample=sample, blocks=blocks, check=False, styles=styles
+        model,
+        parallelism,
+        sample=sample,
+        blocks=blocks,
+        check=False,
+        styles=styles,
+        layer_plan=layer_plan,
     )
     compare_inputs("shard_model", mesh, samples_of(dict(model.named_parameters())))
     replica_axis = ("replica",) if parallelism.replicas > 1 else ()
@@ -133,6 +142,7 @@ def split_model(
     ignore: str | Sequence[str] = (),
     seed: int = 0,
     styles: Mapping[str, str] | None = None,
+    layer_plan: Plan | None = None,
 ) -> list[ModelPart]:
     """Return the stages of a model, each with the plan of its layers that are sharded.
 
@@ -145,13 +155,16 @@ def split_model(
         tolerance, ignore: of that check.
         seed: of draws of the model while it is planned.
         styles: of weights by pattern: the rules of `tensor_parallel`.
+        layer_plan: of an equal model, whose layers are not planned again.
     """
     has_inner_axes = bool(parallelism.inner_axes)
     if parallelism.in_stages or has_inner_axes:
         uncompile(model, "stages, and layers by a plan, run uncompiled. Leave it out.")
 
     plan = None
-    if has_inner_axes:
+    if has_inner_axes and layer_plan is not None:
+        plan = replace(layer_plan, model=model)
+    elif has_inner_axes:
         check_options: dict[str, Any] = {"tolerance": tolerance, "ignore": ignore}
         check_options["check"] = check and _checks_here(model)
         check_options["rules"] = styles
