@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from fshard.checkpoint.random import RandomState
     from fshard.checkpoint.restore import restore
     from fshard.checkpoint.save import save
+    from fshard.laboratory.widget import lab
     from fshard.launching.launch import launch
     from fshard.parallelism.value import Parallelism
     from fshard.recovery.elastic import elastic
@@ -85,6 +86,7 @@ _MODULES = {
     "RandomState": "fshard.checkpoint.random",
     "restore": "fshard.checkpoint.restore",
     "save": "fshard.checkpoint.save",
+    "lab": "fshard.laboratory.widget",
     "launch": "fshard.launching.launch",
     "Parallelism": "fshard.parallelism.value",
     "elastic": "fshard.recovery.elastic",

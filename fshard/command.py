@@ -14,6 +14,7 @@ from fshard.checkpoint import command as checkpoint
 from fshard.doctor.visit import visit
 from fshard.errors import FshardError
 from fshard.explore import command as explore
+from fshard.laboratory import command as lab
 from fshard.launching.torchrun import run
 from fshard.plan.command import run_calibrate, run_plan
 from fshard.testing.programs import command as certify
@@ -25,6 +26,7 @@ USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard plan CONFIG --devices N[,N] --gpu NAME --global-batch N [--sequence N]
                    [--tokens 15T] [--price P] [--tensor N[,N] ...] [--why LAYOUT] [-o FILE]
        fshard explore PLAN [PLAN] [-o PAGE]
+       fshard lab [CONFIG] [--devices N] [--gpu NAME] [--port N] [--no-browser]
        fshard calibrate [--processes N] [-o FILE]
        fshard checkpoint inspect PATH
        fshard checkpoint verify [--trust] PATH
@@ -40,6 +42,7 @@ certify  compare a program of torch.distributed in processes with one process, g
 plan     rank meshes and options of training a model of Hugging Face, by its config.json
 explore  write a plan of fshard plan -o as one HTML file, or two with what differs, or the
          collectives that a program of torch.distributed has called (.json)
+lab      serve a page on which a mesh and layouts are changed, and a step's costs are seen at once
 calibrate    measure this machine, and write its numbers into a file, for fs.plan
 checkpoint   show what a checkpoint has, compare it with its digests, write it in another format
 replay   repeat a step whose layouts differed in an audit, on virtual devices
@@ -52,6 +55,7 @@ COMMANDS = {
     "certify": certify.run,
     "plan": run_plan,
     "explore": explore.run,
+    "lab": lab.run,
     "calibrate": run_calibrate,
     "checkpoint": checkpoint.run,
     "replay": replay,

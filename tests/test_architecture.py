@@ -97,6 +97,20 @@ MAY_IMPORT = {
         "parallelism",
         "plan",
     },  # a page shows the cost of a plan
+    "laboratory": GROUND
+    | {
+        "mesh",
+        "optim",
+        "transforms",
+        "pipeline",
+        "tensor",
+        "parallelism",
+        "booster",
+        "plan",
+        "explore",
+        "testing",
+        "fshard",
+    },  # a page on which the layouts of a step are changed
     "report": GROUND | {"mesh"},
     "testing": GROUND
     | {"mesh", "launching", "transforms", "optim", "pipeline", "fshard"},  # it uses the public API
@@ -124,6 +138,7 @@ MAY_IMPORT = {
         "testing",
         "plan",
         "explore",
+        "laboratory",
     },  # the command line
     "__main__": {"command"},
     "fshard": GROUND

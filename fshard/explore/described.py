@@ -128,6 +128,17 @@ def described(
     tried: int,
 ) -> DescribedPlan:
     """Return the cost of a plan's program, with the numbers of its model."""
+    return described_cost(estimate, estimate.cost(module), name, others, tried)
+
+
+def described_cost(
+    estimate: PlanEstimate,
+    cost: Cost,
+    name: str,
+    others: Sequence[Mapping[str, Any]] = (),
+    tried: int = 0,
+) -> DescribedPlan:
+    """Return the cost of a plan's program, which has run, with the numbers of its model."""
     layered = estimate.tracer.model
     text = f"{count_text(layered.parameters)} parameters, {layered.layers} layers"
     if layered.experts:
@@ -137,7 +148,7 @@ def described(
     if name:
         text = f"{name}: {text}"
     return DescribedPlan(
-        cost=estimate.cost(module),
+        cost=cost,
         plan=estimate.plan,
         model=text,
         tokens=(layered.tokens or 0) * estimate.plan.rows_of_step,

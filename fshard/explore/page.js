@@ -1,66 +1,97 @@
-"use strict";
-// Draws the document of page.py. `state` is all that a reader has chosen, and is in the URL's
-// fragment. `choose` changes it, and draws what depends on it.
+// Draws the document of page.py into a root: the document of a window, or a shadow root.
+//
+// `open` returns a `page`: { root, box, get, data, plans, state, onChoose, ... }. `page.state` is
+// all that a reader has chosen: `choose` changes it, and draws what depends on it. `show` replaces
+// the document. Nothing else is kept, so several pages may be in one window.
 
-const began = performance.now();
-const get = (id) => document.getElementById(id);
-const data = JSON.parse(get("data").textContent);
-const { plans, fills, colours: palette } = data;
-// `within`: the group of the mesh that is zoomed in on, by its steps: see `viewOf`.
-const state = { plan: 0, device: 0, leaf: -1, row: -1, zoom: [0, 1], filter: "", within: [] };
-const inCalls = data.clock === "calls"; // a recording has no seconds, but calls in order
+/** The panels of a page, by name: a page has all, in an order of its own. */
+export const PANELS = {
+  numbers: `<section id="numbers" aria-label="numbers"></section>`,
+  facts: `<section class="panel" id="facts-panel"><h2 id="facts-title"></h2><div id="facts"></div></section>`,
+  why: `<section class="panel" id="why-panel"><h2 id="why-title"></h2><div class="table" id="why"></div></section>`,
+  mesh: `<section class="panel" id="mesh-panel">
+    <h2>Mesh <small id="mesh-note"></small></h2>
+    <nav id="trail" aria-label="zoom of the mesh"></nav>
+    <canvas id="mesh" tabindex="0" role="application"
+      aria-label="devices of the mesh: arrows choose one, Enter zooms in, Backspace out"></canvas>
+    <p class="legend" id="mesh-legend"></p>
+  </section>`,
+  details: `<section class="panel scrolled" id="details"></section>`,
+  timeline: `<section class="panel wide" id="time-panel">
+    <h2>Timeline <small id="time-note"></small>
+      <small>drag or arrows pan, Ctrl and wheel or + − zoom, 0 shows all</small><span class="space"></span>
+      <button id="zoom-in" aria-label="zoom in">+</button><button id="zoom-out" aria-label="zoom out">−</button>
+      <button id="zoom-all">All</button></h2>
+    <div id="time" tabindex="0" role="application" aria-label="timeline: arrows pan, plus and minus zoom">
+      <canvas id="ruler"></canvas>
+      <div id="rows"><canvas id="timeline"></canvas></div>
+      <canvas id="memory"></canvas><i id="cursor" hidden></i>
+    </div>
+    <p class="legend" id="time-legend"></p>
+  </section>`,
+  ledger: `<section class="panel" id="ledger-panel">
+    <h2>Ledger <small id="ledger-note"></small></h2><div class="table" id="ledger"></div></section>`,
+  leaves: `<section class="panel" id="leaves-panel">
+    <h2>Leaves <small id="leaves-note"></small><span class="space"></span>
+      <input id="filter" type="search" placeholder="filter" aria-label="filter leaves"></h2>
+    <div class="table" id="leaves"></div>
+  </section>`,
+  files: `<button id="save-ledger">Ledger CSV</button>
+    <button id="save-leaves">Leaves CSV</button>
+    <button id="save-trace">Perfetto JSON</button>`,
+  tip: `<div id="tip" hidden></div>`,
+};
+
 // The fields of an event, as `DrawnEvent` of page.py writes them.
-const [LANE, START, END, SECONDS, NAME, BYTES, FLOPS, CALLS, ROW, UNIT] = Array(10).keys();
+export const [LANE, START, END, SECONDS, NAME, BYTES, FLOPS, CALLS, ROW, UNIT] = Array(10).keys();
 const INK = "#16191d"; // on fills
 const WHITE = "#ffffff"; // on dark fills
 const MOST = 250; // rows of a table
 const CELLS = 512; // of the mesh at once; of more devices a cell is a group
 const lengthOf = (plan) => plan.length ?? plan.numbers.seconds;
-const longest = Math.max(...plans.map(lengthOf));
-const chosen = () => plans[state.plan];
+export const chosen = (page) => page.plans[page.state.plan];
 const sum = (xs) => xs.reduce((a, b) => a + b, 0);
 const product = (xs) => xs.reduce((a, b) => a * b, 1);
 
 // -- text -----------------------------------------------------------------------------------------
 const PREFIXES = ["", "k", "M", "G", "T", "P", "E"];
-const integer = (x) => Math.round(x).toLocaleString("en-US");
+export const integer = (x) => Math.round(x).toLocaleString("en-US");
 /** Return a number with three digits: 1.23, 12.3, 123; the bounds are those of rounded numbers. */
-function digits(x) {
+export function digits(x) {
   if (x < 9.995) return x.toFixed(2);
   if (x < 99.95) return x.toFixed(1);
   return integer(x);
 }
-function scaled(x, unit) {
+export function scaled(x, unit) {
   if (x < 999.5) return `${integer(x)} ${unit}`;
   // The factor lets 999,600 be 1.00 M, as its digits are rounded, and not 1,000 k.
   const power = Math.min(6, Math.floor(Math.log10(x * 1.0005) / 3));
   return `${digits(x / 1000 ** power)} ${PREFIXES[power]}${unit}`;
 }
-const bytes = (x) => scaled(x, "B");
-function seconds(x) {
-  if (inCalls) return plural(x, "call");
+export const bytes = (x) => scaled(x, "B");
+export function seconds(x) {
   if (x >= 0.9995) return `${digits(x)} s`;
   if (x >= 0.9995e-3 || !x) return `${digits(x * 1e3)} ms`;
   return `${digits(x * 1e6)} µs`;
 }
-const escaped = (x) => String(x).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
+export const escaped = (x) => String(x).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 const code = (x) => `<code>${escaped(x)}</code>`;
 const square = (colour) => `<i style="background:${colour}"></i>`;
-const percent = (x) => `${(100 * x).toFixed(1)} %`;
-const plural = (n, noun) => `${integer(n)} ${noun}${n === 1 ? "" : "s"}`;
+export const percent = (x) => `${(100 * x).toFixed(1)} %`;
+export const plural = (n, noun) => `${integer(n)} ${noun}${n === 1 ? "" : "s"}`;
 /** Return the colour of words on a fill: dark ones on light fills. */
 function inkOn(fill) {
   const [r, g, b] = [1, 3, 5].map((i) => parseInt(fill.slice(i, i + 2), 16) / 255);
   return 0.2126 * r ** 2.2 + 0.7152 * g ** 2.2 + 0.0722 * b ** 2.2 > 0.19 ? INK : WHITE;
 }
-function css(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+export function css(page, name) {
+  return getComputedStyle(hostOf(page.root)).getPropertyValue(`--${name}`).trim();
 }
 
 // -- devices and shards ---------------------------------------------------------------------------
 const axisSize = (plan, axis) => plan.axes[axis][1];
 const meshSize = (plan) => product(plan.axes.map(([, n]) => n));
-function coordinates(plan, device) {
+export function coordinates(plan, device) {
   const point = [];
   for (let axis = plan.axes.length - 1; axis >= 0; axis -= 1) {
     point[axis] = device % axisSize(plan, axis);
@@ -76,8 +107,8 @@ function written(plan, device) {
   return texts.join(" · ");
 }
 /** The device of the report that does what a device does. A recording has all. */
-function representative(plan, device) {
-  if (inCalls) return plan.devices[device];
+function representative(page, plan, device) {
+  if (page.inCalls) return plan.devices[device];
   const stage = plan.stage === null ? 0 : coordinates(plan, device)[plan.stage];
   return plan.devices[stage];
 }
@@ -131,7 +162,7 @@ function stepsOf([, n], axis) {
  * a coordinate of the steps that are `shown`, as many as make at most CELLS cells; the devices of a
  * cell differ in the steps `inside`.
  */
-function viewOf(plan, depth = state.within.length) {
+function viewOf(page, plan, depth = page.state.within.length) {
   const steps = plan.axes.flatMap(stepsOf);
   let end = depth;
   let count = 1;
@@ -196,12 +227,11 @@ function offsetOn(side, point) {
   return sum(offsets);
 }
 
-// The mesh as drawn: { view, w, h, x, y, device, digits }, where the last four have an entry for
-// each cell: its place, its first device and its coordinates in steps.
-let cells = null;
-function layCells(plan, view, sides, left, top, w, h) {
+// `page.cells`: the mesh as drawn, { view, w, h, x, y, device, digits }, where the last four have an
+// entry for each cell: its place, its first device and its coordinates in steps.
+function layCells(page, plan, view, sides, left, top, w, h) {
   const { steps, shown, count } = view;
-  cells = { view, w, h, x: [], y: [], device: [], digits: [] };
+  page.cells = { view, w, h, x: [], y: [], device: [], digits: [] };
   for (let cell = 0; cell < count; cell += 1) {
     let rest = cell;
     const digits = [];
@@ -209,28 +239,28 @@ function layCells(plan, view, sides, left, top, w, h) {
       digits[i] = rest % shown[i].n;
       rest = Math.floor(rest / shown[i].n);
     }
-    const all = [...state.within, ...digits];
+    const all = [...page.state.within, ...digits];
     const point = pointOf(plan, steps, all);
-    cells.x.push(left + offsetOn(sides[0], point) * w);
-    cells.y.push(top + offsetOn(sides[1], point) * h);
-    cells.device.push(deviceOf(plan, point));
-    cells.digits.push(all);
+    page.cells.x.push(left + offsetOn(sides[0], point) * w);
+    page.cells.y.push(top + offsetOn(sides[1], point) * h);
+    page.cells.device.push(deviceOf(plan, point));
+    page.cells.digits.push(all);
   }
 }
 /** The cell of the chosen device; those outside of what is zoomed in on have none. */
-function cellHere(plan) {
-  const { steps, fixed, shown } = cells.view;
-  const here = digitsOf(plan, steps, state.device).slice(0, fixed.length + shown.length);
-  return cells.digits.findIndex((digits) => digits.every((digit, i) => digit === here[i]));
+function cellHere(page, plan) {
+  const { steps, fixed, shown } = page.cells.view;
+  const here = digitsOf(plan, steps, page.state.device).slice(0, fixed.length + shown.length);
+  return page.cells.digits.findIndex((digits) => digits.every((digit, i) => digit === here[i]));
 }
-function drawMesh() {
-  const plan = chosen();
-  const leaf = plan.leaves[state.leaf];
-  keepInside(plan);
-  const view = viewOf(plan);
+function drawMesh(page) {
+  const plan = chosen(page);
+  const leaf = plan.leaves[page.state.leaf];
+  keepInside(page, plan);
+  const view = viewOf(page, plan);
   const { sides, extents } = arrange(view.shown);
   const [columns, rows] = sides;
-  const first = pointOf(plan, view.steps, state.within);
+  const first = pointOf(plan, view.steps, page.state.within);
   const label = (side, i) => {
     const { axis, unit } = side[0];
     // The inner step of a long axis begins where the outer one is.
@@ -238,34 +268,35 @@ function drawMesh() {
   };
 
   // Room for the labels of rows and columns, then cells as large as fit.
-  const width = get("mesh").clientWidth;
+  const width = page.get("mesh").clientWidth;
   const left = rows.length ? 8 + 6.3 * label(rows, rows[0].n).length : 0;
   const top = columns.length ? 18 : 0;
-  const most = innerWidth > 900 ? 322 : 262;
+  const most = page.box.clientWidth > 900 ? 322 : 262;
   const h = Math.min(64, most / extents[1]);
   const w = Math.min(150, (width - left - 1) / extents[0], Math.max(h * 3, 8));
-  const g = context(get("mesh"), width, Math.max(top + h * extents[1] + 2, 60));
+  const g = context(page.get("mesh"), width, Math.max(top + h * extents[1] + 2, 60));
   const smallest = Math.min(w, h);
   let gap = 0;
   if (smallest > 12) gap = 2;
   else if (smallest > 4) gap = 1;
 
-  layCells(plan, view, sides, left, top, w, h);
-  const fillOf = colours(plan, leaf, view);
-  cells.device.forEach((device, cell) => {
+  layCells(page, plan, view, sides, left, top, w, h);
+  const fillOf = colours(page, plan, leaf, view);
+  page.cells.device.forEach((device, cell) => {
     const shard = shardAt(plan, leaf, coordinates(plan, device));
-    const [x, y] = [cells.x[cell], cells.y[cell]];
+    const [x, y] = [page.cells.x[cell], page.cells.y[cell]];
     const fill = fillOf(device, shard);
     g.fillStyle = fill;
     g.fillRect(x, y, Math.max(w - gap, 0.7), Math.max(h - gap, 0.7));
     if (w < 52 || h < 30) return; // no room for words
-    g.fillStyle = shard === -1 ? css("muted") : INK;
+    g.fillStyle = shard === -1 ? css(page, "muted") : INK;
     const title = view.devices > 1 ? `${integer(view.devices)} devices` : integer(device);
     g.fillText(shortened(g, title, w - 8), x + 5, y + 11);
-    g.fillText(wordsOfCell(plan, device, shard, shardsInside(plan, leaf, view)), x + 5, y + 25);
+    const words = wordsOfCell(page, plan, device, shard, shardsInside(plan, leaf, view));
+    g.fillText(words, x + 5, y + 25);
   });
 
-  g.fillStyle = css("muted");
+  g.fillStyle = css(page, "muted");
   // As many labels of the outermost axis of each side as have room.
   if (columns.length) {
     const [{ n, stride }] = columns;
@@ -277,43 +308,44 @@ function drawMesh() {
     const each = Math.ceil(13 / (stride * h));
     for (let i = 0; i < n; i += each) g.fillText(label(rows, i), 0, top + i * stride * h + h / 2);
   }
-  drawEdges(g, plan);
-  g.strokeStyle = css("text");
+  drawEdges(page, g, plan);
+  g.strokeStyle = css(page, "text");
   g.lineWidth = 2;
-  const here = cellHere(plan);
-  g.strokeRect(cells.x[here], cells.y[here], Math.max(w - gap, 2), Math.max(h - gap, 2));
-  get("mesh-note").textContent = wordsOfMesh(plan, columns, rows, view);
-  drawTrail(plan);
+  const here = cellHere(page, plan);
+  g.strokeRect(page.cells.x[here], page.cells.y[here], Math.max(w - gap, 2), Math.max(h - gap, 2));
+  page.get("mesh-note").textContent = wordsOfMesh(page, plan, columns, rows, view);
+  drawTrail(page, plan);
 }
 /** Zoom out as far as the chosen device is not inside. */
-function keepInside(plan) {
-  const digits = digitsOf(plan, plan.axes.flatMap(stepsOf), state.device);
-  const levels = levelsOf(plan);
-  const isInside = (depth) => state.within.slice(0, depth).every((digit, i) => digit === digits[i]);
+function keepInside(page, plan) {
+  const digits = digitsOf(plan, plan.axes.flatMap(stepsOf), page.state.device);
+  const levels = levelsOf(page, plan);
+  const { within } = page.state;
+  const isInside = (depth) => within.slice(0, depth).every((digit, i) => digit === digits[i]);
   const depth = levels.filter(isInside).at(-1) ?? 0;
-  state.within = state.within.slice(0, depth);
+  page.state.within = within.slice(0, depth);
 }
 /** The numbers of steps that are fixed from the outermost view to the one that is shown. */
-function levelsOf(plan) {
+function levelsOf(page, plan) {
   const levels = [0];
-  while (levels.at(-1) < state.within.length) {
+  while (levels.at(-1) < page.state.within.length) {
     const depth = levels.at(-1);
-    levels.push(depth + viewOf(plan, depth).shown.length);
+    levels.push(depth + viewOf(page, plan, depth).shown.length);
   }
-  return levels.filter((depth) => depth <= state.within.length);
+  return levels.filter((depth) => depth <= page.state.within.length);
 }
 /** Write the groups that are zoomed in on; each is a button that goes there. */
-function drawTrail(plan) {
-  const { steps, devices } = viewOf(plan, 0);
-  get("trail").hidden = devices === 1;
-  const buttons = levelsOf(plan).map((depth) => {
-    const digits = state.within.slice(0, depth);
+function drawTrail(page, plan) {
+  const { steps, devices } = viewOf(page, plan, 0);
+  page.get("trail").hidden = devices === 1;
+  const buttons = levelsOf(page, plan).map((depth) => {
+    const digits = page.state.within.slice(0, depth);
     const words = depth ? writtenGroup(plan, steps, digits) : "all devices";
-    const isHere = depth === state.within.length;
+    const isHere = depth === page.state.within.length;
     return `<button data-within="${digits.join(".")}" aria-pressed="${isHere}">${escaped(words)}</button>`;
   });
-  const hint = cells.view.devices > 1 ? " <small>click a group to zoom in</small>" : "";
-  get("trail").innerHTML = buttons.join(" › ") + hint;
+  const hint = page.cells.view.devices > 1 ? " <small>click a group to zoom in</small>" : "";
+  page.get("trail").innerHTML = buttons.join(" › ") + hint;
 }
 /** The number of shards of a leaf in each group. */
 function shardsInside(plan, leaf, { inside }) {
@@ -322,43 +354,44 @@ function shardsInside(plan, leaf, { inside }) {
   return product(inside.filter(({ axis }) => axes.includes(axis)).map(({ n }) => n));
 }
 /** Choose the device of a cell; of a group, zoom in. */
-function enter(cell) {
+function enter(page, cell) {
   if (cell < 0) return;
-  const change = { device: cells.device[cell] };
-  if (cells.view.devices > 1) change.within = cells.digits[cell];
-  choose(change);
+  const change = { device: page.cells.device[cell] };
+  if (page.cells.view.devices > 1) change.within = page.cells.digits[cell];
+  choose(page, change);
 }
 /** Zoom out of the mesh by one view. */
-function leave() {
-  const levels = levelsOf(chosen());
-  choose({ within: state.within.slice(0, levels.at(-2) ?? 0) });
+function leave(page) {
+  const levels = levelsOf(page, chosen(page));
+  choose(page, { within: page.state.within.slice(0, levels.at(-2) ?? 0) });
 }
-function wordsOfCell(plan, device, shard, shards) {
-  if (shard === null) return bytes(amountOf(plan, device));
+function wordsOfCell(page, plan, device, shard, shards) {
+  if (shard === null) return bytes(amountOf(page, plan, device));
   if (shard < 0) return "none";
   return shards > 1 ? plural(shards, "shard") : `shard ${integer(shard)}`;
 }
 /** What colours the devices of a mesh: their peaks of memory; in a recording the bytes they send. */
-function amountOf(plan, device) {
-  const { peak, sent } = representative(plan, device);
-  return inCalls ? sent : peak;
+function amountOf(page, plan, device) {
+  const { peak, sent } = representative(page, plan, device);
+  return page.inCalls ? sent : peak;
 }
-function wordsOfMesh(plan, columns, rows, { fixed, steps, count, devices }) {
+function wordsOfMesh(page, plan, columns, rows, { fixed, steps, count, devices }) {
   // An axis that is broken in two has two steps.
   const axesOf = (side) => [...new Set(side.map((step) => plan.axes[step.axis].join(" ")))];
-  const words = [plural(meshSize(plan), inCalls ? "rank" : "device")];
-  if (fixed.length) words.push(writtenGroup(plan, steps, state.within));
+  const words = [plural(meshSize(plan), page.inCalls ? "rank" : "device")];
+  if (fixed.length) words.push(writtenGroup(plan, steps, page.state.within));
   if (devices > 1) words.push(`${integer(count)} groups of ${integer(devices)}`);
   if (columns.length) words.push(`across: ${axesOf(columns).join(" × ")}`);
   if (rows.length) words.push(`down: ${axesOf(rows).join(" × ")}`);
   return words.join(" · ");
 }
 /** Return the colours of devices, and write the legend: by shard of a leaf, or by peak memory. */
-function colours(plan, leaf, view) {
-  return leaf && leaf.layout >= 0 ? coloursOfShards(plan, leaf, view) : coloursOfPeaks(plan);
+function colours(page, plan, leaf, view) {
+  const hasShards = leaf && leaf.layout >= 0;
+  return hasShards ? coloursOfShards(page, plan, leaf, view) : coloursOfPeaks(page, plan);
 }
-function coloursOfShards(plan, leaf, view) {
-  const empty = css("empty");
+function coloursOfShards(page, plan, leaf, view) {
+  const empty = css(page, "empty");
   const { axes, place, shapes } = plan.layouts[leaf.layout];
   const shards = sum(shapes.map(([count]) => count));
   const owners = meshSize(plan) / product(place.map(([axis]) => axisSize(plan, axis)));
@@ -366,25 +399,27 @@ function coloursOfShards(plan, leaf, view) {
   const along = names.length ? ` along ${names.join(", ")}` : "";
   const devices = plural(owners / shards, "device");
   const without = place.length ? `<span>${square(empty)}has none</span>` : "";
-  get("mesh-legend").innerHTML = `<span>${escaped(leaf.path)}: ${plural(shards, "shard")}${along}, `
+  page.get("mesh-legend").innerHTML = `<span>${escaped(leaf.path)}: ${plural(shards, "shard")}${along}, `
     + `each on ${devices}</span>${without}`;
   const isMixed = shardsInside(plan, leaf, view) > 1; // each group has several, of many colours
   return (_, shard) => {
     if (shard < 0) return empty;
-    return isMixed ? fills.at(-1) : fills[shard % fills.length];
+    return isMixed ? page.data.fills.at(-1) : page.data.fills[shard % page.data.fills.length];
   };
 }
-function coloursOfPeaks(plan) {
-  const amounts = plan.devices.map((device) => (inCalls ? device.sent : device.peak));
+function coloursOfPeaks(page, plan) {
+  const amounts = plan.devices.map((device) => (page.inCalls ? device.sent : device.peak));
   const lowest = Math.min(...amounts);
   const highest = Math.max(...amounts);
   const range = [...new Set([lowest, highest])].map(bytes).join(" to ");
   const fraction = percent(highest / plan.capacity);
-  const words = inCalls ? `${range} sent by a rank` : `peak ${range}, ${fraction} of a device's memory`;
-  get("mesh-legend").innerHTML = `<span>${square(fills[0])}${words}</span>`;
+  const words = page.inCalls
+    ? `${range} sent by a rank` : `peak ${range}, ${fraction} of a device's memory`;
+  page.get("mesh-legend").innerHTML = `<span>${square(page.data.fills[0])}${words}</span>`;
   return (device) => {
-    const share = highest > lowest ? (amountOf(plan, device) - lowest) / (highest - lowest) : 1;
-    return mixed(fills[0], "#e9ecf0", share);
+    if (highest === lowest) return page.data.fills[0];
+    const share = (amountOf(page, plan, device) - lowest) / (highest - lowest);
+    return mixed(page.data.fills[0], "#e9ecf0", share);
   };
 }
 /** Return a colour between two: of share 0 the second, but for a fifth. */
@@ -400,31 +435,31 @@ function mixed(full, pale, share) {
  * Draw lines between neighbours of the groups that the chosen row is along; those of the chosen
  * device are thick.
  */
-function drawEdges(g, plan) {
-  if (state.row < 0) return;
-  const names = plan.rows[state.row].axes;
+function drawEdges(page, g, plan) {
+  if (page.state.row < 0) return;
+  const names = plan.rows[page.state.row].axes;
   const along = [...plan.axes.keys()].filter((axis) => names.includes(plan.axes[axis][0]));
-  const here = coordinates(plan, state.device);
+  const here = coordinates(plan, page.state.device);
   // Of an axis that is drawn, the unit of its innermost step: neighbours differ by it.
   const units = new Map();
-  for (const { axis, unit } of cells.view.shown) units.set(axis, unit);
+  for (const { axis, unit } of page.cells.view.shown) units.set(axis, unit);
   const isOfGroup = (point) => [...units].every(([axis, unit]) => (
     along.includes(axis) || Math.floor(point[axis] / unit) === Math.floor(here[axis] / unit)));
-  const cellOf = new Map(cells.device.map((device, cell) => [device, cell]));
+  const cellOf = new Map(page.cells.device.map((device, cell) => [device, cell]));
 
   // The lines are in the middle of cells, or in a corner where these have words.
-  const hasText = cells.w >= 52 && cells.h >= 30;
-  const dx = hasText ? cells.w - 9 : cells.w / 2;
-  const dy = hasText ? cells.h - 9 : cells.h / 2;
-  const end = (cell) => [cells.x[cell] + dx, cells.y[cell] + dy];
+  const hasText = page.cells.w >= 52 && page.cells.h >= 30;
+  const dx = hasText ? page.cells.w - 9 : page.cells.w / 2;
+  const dy = hasText ? page.cells.h - 9 : page.cells.h / 2;
+  const end = (cell) => [page.cells.x[cell] + dx, page.cells.y[cell] + dy];
 
-  const hasRoom = cells.w > 5 && cells.h > 5; // else only the group of the device is drawn
+  const hasRoom = page.cells.w > 5 && page.cells.h > 5; // else only the group of the device is drawn
   for (const isHere of hasRoom ? [false, true] : [true]) {
     g.strokeStyle = isHere ? "#d9480f" : `${INK}40`;
-    const thick = cells.h > 12 ? 3 : 2;
+    const thick = page.cells.h > 12 ? 3 : 2;
     g.lineWidth = isHere ? thick : 1;
     g.beginPath();
-    cells.device.forEach((device, cell) => {
+    page.cells.device.forEach((device, cell) => {
       const point = coordinates(plan, device);
       if (isOfGroup(point) !== isHere) return;
       for (const axis of along) {
@@ -439,50 +474,49 @@ function drawEdges(g, plan) {
     g.stroke();
   }
 }
-function cellAt({ offsetX, offsetY }) {
-  const { x, y, w, h } = cells;
+export function cellAt(page, { offsetX, offsetY }) {
+  const { x, y, w, h } = page.cells;
   const isInside = (start, length, offset) => offset >= start && offset < start + length;
   return x.findIndex((left, i) => isInside(left, w, offsetX) && isInside(y[i], h, offsetY));
 }
 /** Choose the next device of a row or a column of the picture. */
-function moveDevice([dx, dy]) {
-  const { x, y, device } = cells;
-  const here = cellHere(chosen());
+function moveDevice(page, [dx, dy]) {
+  const { x, y, device } = page.cells;
+  const here = cellHere(page, chosen(page));
   const ahead = (i) => (x[i] - x[here]) * dx + (y[i] - y[here]) * dy;
   const aside = (i) => Math.abs(dx ? y[i] - y[here] : x[i] - x[here]);
   const next = [...x.keys()].filter((i) => ahead(i) > 0.1 && aside(i) < 0.1);
   if (!next.length) return;
-  choose({ device: device[next.reduce((a, b) => (ahead(b) < ahead(a) ? b : a))] });
+  choose(page, { device: device[next.reduce((a, b) => (ahead(b) < ahead(a) ? b : a))] });
 }
 
 // -- the timeline ---------------------------------------------------------------------------------
 const GUTTER = 108; // the width of the names of lanes
 const MEMORY = 112; // the height of a memory curve
-const purposeFill = (k) => palette.purposes[data.purposes[k]];
-// The timeline as drawn: { y, h, plan, device, lane, name }, or { y, h, plan, device, title }.
-let lanes = [];
+const purposeFill = (page, k) => page.data.colours.purposes[page.data.purposes[k]];
+// `page.lanes`: the timeline as drawn, { y, h, plan, device, lane, name }, or
+// { y, h, plan, device, title }.
 const lanesOfPlan = (plan) => plan.devices.flatMap((device) => device.lanes);
-const allLanes = [...new Set(plans.flatMap(lanesOfPlan))].slice(1); // but the units
-const networks = allLanes.filter((name) => name.startsWith("network"));
 /** Return true for a device with one lane: of many only the chosen one shows all lanes. */
-function isFolded(plan, device) {
-  const isChosen = plan === chosen() && device === representative(plan, state.device);
+function isFolded(page, plan, device) {
+  const here = representative(page, plan, page.state.device);
+  const isChosen = plan === chosen(page) && device === here;
   return plan.devices.length > 4 && !isChosen;
 }
-function layLanes() {
-  lanes = [];
+function layLanes(page) {
+  page.lanes = [];
   let y = 2;
   const add = (row) => {
-    lanes.push({ y, ...row });
+    page.lanes.push({ y, ...row });
     y += row.h + 2;
   };
-  plans.forEach((plan, p) => plan.devices.forEach((device, d) => {
-    const titles = plans.length > 1 ? [`${"AB"[p]}  ${plan.mesh}`] : [];
-    if (inCalls) titles.push(`rank ${d}`);
+  page.plans.forEach((plan, p) => plan.devices.forEach((device, d) => {
+    const titles = page.plans.length > 1 ? [`${"AB"[p]}  ${plan.mesh}`] : [];
+    if (page.inCalls) titles.push(`rank ${d}`);
     else if (plan.devices.length > 1) titles.push(`${plan.axes[plan.stage][0]} ${d}`);
     const h = plan.devices.length > 2 ? 11 : 18;
-    if (isFolded(plan, device)) {
-      const letters = plans.length > 1 ? `${"AB"[p]} ` : "";
+    if (isFolded(page, plan, device)) {
+      const letters = page.plans.length > 1 ? `${"AB"[p]} ` : "";
       add({ h: 14, plan, device, lane: null, name: letters + titles.at(-1) });
       return;
     }
@@ -492,51 +526,51 @@ function layLanes() {
   }));
   return y;
 }
-function laneColour(name, hasFlops) {
-  if (name === "compute") return palette.compute[hasFlops ? 0 : 1];
-  if (name === "messages") return palette.messages;
-  const network = networks.indexOf(name);
-  if (network < 0) return palette.copies;
-  return palette.networks[network % palette.networks.length];
+function laneColour(page, name, hasFlops) {
+  if (name === "compute") return page.data.colours.compute[hasFlops ? 0 : 1];
+  if (name === "messages") return page.data.colours.messages;
+  const network = page.networks.indexOf(name);
+  if (network < 0) return page.data.colours.copies;
+  return page.data.colours.networks[network % page.data.colours.networks.length];
 }
 /** The number of the name of the chosen leaf's unit; of the optimizer's state it is the update. */
-function unitOf(plan) {
-  const leaf = plan.leaves[state.leaf];
+function unitOf(page, plan) {
+  const leaf = plan.leaves[page.state.leaf];
   if (!leaf) return -1;
   if (leaf.path.startsWith("state")) return plan.names.indexOf("update");
   return plan.names.indexOf(leaf.unit || "\0"); // events without a unit have the name ""
 }
 /** Return a function that is true for events of the chosen row or unit; null if none is chosen. */
-function highlight(plan) {
-  const unit = unitOf(plan);
-  if (plan !== chosen() || (state.row < 0 && unit < 0)) return null;
-  if (state.row >= 0) return (event) => event[ROW] === state.row;
+function highlight(page, plan) {
+  const unit = unitOf(page, plan);
+  if (plan !== chosen(page) || (page.state.row < 0 && unit < 0)) return null;
+  if (page.state.row >= 0) return (event) => event[ROW] === page.state.row;
   return (event) => event[UNIT] === unit;
 }
-const timeWidth = () => get("timeline").clientWidth - GUTTER - 2;
-function xOf(t) {
-  const [start, end] = state.zoom;
-  return GUTTER + (t / longest - start) / (end - start) * timeWidth();
+export const timeWidth = (page) => page.get("timeline").clientWidth - GUTTER - 2;
+function xOf(page, t) {
+  const [start, end] = page.state.zoom;
+  return GUTTER + (t / page.longest - start) / (end - start) * timeWidth(page);
 }
-function drawTimeline() {
-  const width = get("timeline").clientWidth;
-  const g = context(get("timeline"), width, layLanes());
-  const [text, muted, accent, ...shades] = ["text", "muted", "accent", "unit-a", "unit-b"].map(css);
-  for (const row of lanes) {
+function drawTimeline(page) {
+  const width = page.get("timeline").clientWidth;
+  const g = context(page.get("timeline"), width, layLanes(page));
+  const [text, muted, accent, ...shades] = ["text", "muted", "accent", "unit-a", "unit-b"].map((name) => css(page, name));
+  for (const row of page.lanes) {
     const middle = row.y + row.h / 2;
     if (row.title) {
-      const device = representative(row.plan, state.device);
-      const isChosen = row.plan === chosen() && row.device === device;
+      const device = representative(page, row.plan, page.state.device);
+      const isChosen = row.plan === chosen(page) && row.device === device;
       g.fillStyle = isChosen ? accent : text;
       g.fillText(row.title, 0, middle, 600);
     } else {
       g.fillStyle = muted;
       g.fillText(row.name.replace("network: ", "↔ "), 0, middle, GUTTER - 8);
-      drawLane(g, row, width, text, shades);
+      drawLane(page, g, row, width, text, shades);
     }
   }
-  drawRuler(width);
-  drawMemory(width);
+  drawRuler(page, width);
+  drawMemory(page, width);
 }
 function clip(g, y, width, h) {
   g.save();
@@ -552,19 +586,19 @@ function shortened(g, text, width) {
   return text;
 }
 /** Draw the events of a lane. Units, those of lane 0, are shaded in turn; chosen ones are filled. */
-function drawLane(g, row, width, text, shades) {
+function drawLane(page, g, row, width, text, shades) {
   if (row.lane === null) {
-    drawFolded(g, row, width);
+    drawFolded(page, g, row, width);
     return;
   }
   const { plan, device, lane, name, y, h } = row;
-  const isChosen = highlight(plan);
+  const isChosen = highlight(page, plan);
   const isUnits = lane === 0;
   let edge = -1; // events that end in the last pixel are not drawn
   clip(g, y, width, h);
   device.events.filter((event) => event[LANE] === lane).forEach((event, i) => {
-    const start = xOf(event[START]);
-    const end = xOf(event[END]);
+    const start = xOf(page, event[START]);
+    const end = xOf(page, event[END]);
     const length = end - start;
     const isLit = !isChosen || isChosen(event);
     const isHidden = end < edge && !(isChosen && isLit);
@@ -574,7 +608,7 @@ function drawLane(g, row, width, text, shades) {
     const isFilled = !isUnits || (isChosen && isLit);
     const faint = isUnits ? 0.6 : 0.16;
     g.globalAlpha = isLit ? 1 : faint;
-    const fill = laneColour(isUnits ? "compute" : name, event[FLOPS]);
+    const fill = laneColour(page, isUnits ? "compute" : name, event[FLOPS]);
     g.fillStyle = isFilled ? fill : shades[i % 2];
     const gap = length > 3 ? 0.7 : 0;
     g.fillRect(start, y, Math.max(length - gap, 0.7), h);
@@ -588,20 +622,21 @@ function drawLane(g, row, width, text, shades) {
   g.restore();
 }
 /** Draw all lanes of a device as one: operations above, what is on the network below. */
-function drawFolded(g, { plan, device, y, h }, width) {
-  const isChosen = highlight(plan);
+function drawFolded(page, g, { plan, device, y, h }, width) {
+  const isChosen = highlight(page, plan);
   clip(g, y, width, h);
   for (const event of device.events) {
     const name = device.lanes[event[LANE]];
     const isOperation = name === "compute";
-    const start = xOf(event[START]);
-    const end = xOf(event[END]);
+    const start = xOf(page, event[START]);
+    const end = xOf(page, event[END]);
     if (!event[LANE] || end < GUTTER || start > width) continue;
-    const fraction = inCalls ? 1 : 0.6;
-    const top = isOperation || inCalls ? y : y + h * fraction;
+    const fraction = page.inCalls ? 1 : 0.6;
+    const top = isOperation || page.inCalls ? y : y + h * fraction;
     g.globalAlpha = !isChosen || isChosen(event) ? 1 : 0.16;
-    g.fillStyle = laneColour(name, event[FLOPS]);
-    g.fillRect(start, top, Math.max(end - start, 0.7), isOperation || inCalls ? h * fraction : h);
+    g.fillStyle = laneColour(page, name, event[FLOPS]);
+    const height = isOperation || page.inCalls ? h * fraction : h;
+    g.fillRect(start, top, Math.max(end - start, 0.7), height);
   }
   g.restore();
 }
@@ -610,41 +645,41 @@ function tick(range, count) {
   const ten = 10 ** Math.floor(Math.log10(range / count));
   return ten * [1, 2, 5, 10].find((n) => n * ten >= range / count * 0.999);
 }
-function drawRuler(width) {
-  const g = context(get("ruler"), width, 18);
-  const [start, end] = state.zoom.map((x) => x * longest);
+function drawRuler(page, width) {
+  const g = context(page.get("ruler"), width, 18);
+  const [start, end] = page.state.zoom.map((x) => x * page.longest);
   const range = end - start;
   let unit = "µs";
   let factor = 1e6;
-  if (inCalls) [unit, factor] = [range > 1 ? "calls" : "call", 1];
+  if (page.inCalls) [unit, factor] = [range > 1 ? "calls" : "call", 1];
   else if (range >= 2) [unit, factor] = ["s", 1];
   else if (range >= 2e-3) [unit, factor] = ["ms", 1e3];
 
   const each = tick(range, Math.max(2, width / 120));
   const decimals = Math.max(0, -Math.floor(Math.log10(each * factor) + 1e-9));
-  g.fillStyle = css("muted");
+  g.fillStyle = css(page, "muted");
   for (let t = Math.ceil(start / each) * each; t <= end; t += each) {
-    g.fillRect(xOf(t), 12, 1, 6);
-    g.fillText(`${(t * factor).toFixed(decimals)} ${unit}`, xOf(t) + 3, 8);
+    g.fillRect(xOf(page, t), 12, 1, 6);
+    g.fillText(`${(t * factor).toFixed(decimals)} ${unit}`, xOf(page, t) + 3, 8);
   }
 }
 /** The device of each plan whose memory is drawn. */
-function shown() {
-  return plans.map((plan) => {
-    const isChosen = plan === chosen();
-    return isChosen ? representative(plan, state.device) : plan.devices[0];
+function shown(page) {
+  return page.plans.map((plan) => {
+    const isChosen = plan === chosen(page);
+    return isChosen ? representative(page, plan, page.state.device) : plan.devices[0];
   });
 }
-function drawMemory(width) {
-  get("memory").hidden = inCalls;
-  if (inCalls) return;
-  const g = context(get("memory"), width, MEMORY * plans.length);
-  const highest = Math.max(...shown().map((device) => device.peak)) * 1.04;
-  const [line, muted, text] = ["line", "muted", "text"].map(css);
-  shown().forEach((device, p) => {
+function drawMemory(page, width) {
+  page.get("memory").hidden = page.inCalls;
+  if (page.inCalls) return;
+  const g = context(page.get("memory"), width, MEMORY * page.plans.length);
+  const highest = Math.max(...shown(page).map((device) => device.peak)) * 1.04;
+  const [line, muted, text] = ["line", "muted", "text"].map((name) => css(page, name));
+  shown(page).forEach((device, p) => {
     const y = (x) => MEMORY * (p + 1) - 6 - (MEMORY - 18) * x / highest;
     g.fillStyle = text;
-    g.fillText(plans.length > 1 ? `${"AB"[p]} memory` : "memory", 0, y(highest) + 2, 50);
+    g.fillText(page.plans.length > 1 ? `${"AB"[p]} memory` : "memory", 0, y(highest) + 2, 50);
     for (let level = 0; level <= highest; level += tick(highest, 3)) {
       g.fillStyle = line;
       g.fillRect(GUTTER, y(level), width, 1);
@@ -654,15 +689,15 @@ function drawMemory(width) {
 
     clip(g, MEMORY * p, width, MEMORY);
     // The sum of k purposes, over that of more: what remains visible of it is the k-th purpose.
-    for (let k = data.purposes.length; k > 0; k -= 1) {
+    for (let k = page.data.purposes.length; k > 0; k -= 1) {
       g.beginPath();
       device.memory.forEach(([end, ...sizes], i) => {
         // What is in use after an operation is drawn before its end.
-        const left = xOf(i ? device.memory[i - 1][0] : 0);
+        const left = xOf(page, i ? device.memory[i - 1][0] : 0);
         const top = y(sum(sizes.slice(0, k)));
-        g.rect(left, top, xOf(end) - left, y(0) - top);
+        g.rect(left, top, xOf(page, end) - left, y(0) - top);
       });
-      g.fillStyle = purposeFill(k - 1);
+      g.fillStyle = purposeFill(page, k - 1);
       g.fill();
     }
     g.fillStyle = text;
@@ -670,100 +705,102 @@ function drawMemory(width) {
     g.restore();
   });
 }
-function drawLegend() {
+function drawLegend(page) {
   const entry = (colour, name) => `<span>${square(colour)}${escaped(name)}</span>`;
   const entries = [];
-  if (!inCalls) {
-    entries.push(entry(palette.compute[0], "matrix products"));
-    entries.push(entry(palette.compute[1], "other operations"));
+  if (!page.inCalls) {
+    entries.push(entry(page.data.colours.compute[0], "matrix products"));
+    entries.push(entry(page.data.colours.compute[1], "other operations"));
   }
-  for (const name of allLanes) {
-    if (name !== "compute") entries.push(entry(laneColour(name), name));
+  for (const name of page.allLanes) {
+    if (name !== "compute") entries.push(entry(laneColour(page, name), name));
   }
-  if (!inCalls) entries.push("<span>memory:</span>");
-  const samples = plans.flatMap((plan) => plan.devices.flatMap((device) => device.memory));
-  data.purposes.forEach((name, k) => {
+  if (!page.inCalls) entries.push("<span>memory:</span>");
+  const samples = page.plans.flatMap((plan) => plan.devices.flatMap((device) => device.memory));
+  page.data.purposes.forEach((name, k) => {
     const isUsed = samples.some((sample) => sample[k + 1]);
-    if (isUsed) entries.push(entry(purposeFill(k), name));
+    if (isUsed) entries.push(entry(purposeFill(page, k), name));
   });
-  if (!inCalls) entries.push("<span>┄ peak</span>");
-  get("time-legend").innerHTML = entries.join("");
+  if (!page.inCalls) entries.push("<span>┄ peak</span>");
+  page.get("time-legend").innerHTML = entries.join("");
 }
-function zoomTo(a, b) {
+export function zoomTo(page, a, b) {
   const length = Math.min(1, Math.max(b - a, 1e-5));
   const start = Math.max(0, Math.min(a, 1 - length));
-  choose({ zoom: [start, start + length] });
+  choose(page, { zoom: [start, start + length] });
 }
 /** Zoom by a factor about a fraction of the width, and move by a fraction of it. */
-function zoomBy(factor, centre = 0.5, move = 0) {
-  const [a, b] = state.zoom;
+function zoomBy(page, factor, centre = 0.5, move = 0) {
+  const [a, b] = page.state.zoom;
   const middle = a + (b - a) * centre;
   const by = (b - a) * move;
-  zoomTo(middle - (middle - a) * factor + by, middle + (b - middle) * factor + by);
+  zoomTo(page, middle - (middle - a) * factor + by, middle + (b - middle) * factor + by);
 }
-function fractionAt(event) {
-  const { left } = get("time").getBoundingClientRect();
-  return (event.clientX - left - GUTTER) / timeWidth();
+function fractionAt(page, event) {
+  const { left } = page.get("time").getBoundingClientRect();
+  return (event.clientX - left - GUTTER) / timeWidth(page);
 }
 /** Return what is below the pointer: its lane, its event, and words about it. */
-function hovered(event) {
-  const fraction = fractionAt(event);
+function hovered(page, event) {
+  const fraction = fractionAt(page, event);
   if (fraction < 0) return null;
-  const range = (state.zoom[1] - state.zoom[0]) * longest;
-  const t = state.zoom[0] * longest + fraction * range;
-  if (event.target === get("memory")) {
-    const device = shown()[Math.floor(event.offsetY / MEMORY)];
+  const range = (page.state.zoom[1] - page.state.zoom[0]) * page.longest;
+  const t = page.state.zoom[0] * page.longest + fraction * range;
+  if (event.target === page.get("memory")) {
+    const device = shown(page)[Math.floor(event.offsetY / MEMORY)];
     const sample = device?.memory.find(([end]) => end >= t);
-    return sample && sample[0] && { text: sampleWords(t, sample) };
+    return sample && sample[0] && { text: sampleWords(page, t, sample) };
   }
 
-  const row = lanes.find(({ y, h }) => event.offsetY >= y && event.offsetY < y + h + 2);
-  if (event.target !== get("timeline") || !row || row.title) return null;
-  const slack = 2 * range / timeWidth(); // two pixels
+  const row = page.lanes.find(({ y, h }) => event.offsetY >= y && event.offsetY < y + h + 2);
+  if (event.target !== page.get("timeline") || !row || row.title) return null;
+  const slack = 2 * range / timeWidth(page); // two pixels
   const isOfLane = (e) => (row.lane === null ? e[LANE] > 0 : e[LANE] === row.lane);
   const isNear = (e) => isOfLane(e) && t >= e[START] - slack && t <= e[END] + slack;
   const near = row.device.events.filter(isNear);
   const longer = near.reduce((a, b) => (a && a[SECONDS] >= b[SECONDS] ? a : b), null);
-  return longer && { row, event: longer, text: eventWords(row, longer) };
+  return longer && { row, event: longer, text: eventWords(page, row, longer) };
 }
-function sampleWords(t, [, ...sizes]) {
+function sampleWords(page, t, [, ...sizes]) {
   const words = [];
   sizes.forEach((x, k) => {
-    if (x) words.push(`${square(purposeFill(k))} ${data.purposes[k]} ${bytes(x)}`);
+    if (x) words.push(`${square(purposeFill(page, k))} ${page.data.purposes[k]} ${bytes(x)}`);
   });
   return `<b>${bytes(sum(sizes))} at ${seconds(t)}</b>${words.join("<br>")}`;
 }
-function eventWords({ plan, device, name: laneName }, event) {
+function eventWords(page, { plan, device, name: laneName }, event) {
   const lane = event[LANE];
   const name = lane ? device.lanes[lane] : laneName;
   let title = escaped(plan.names[event[NAME]]);
   const unit = plan.names[event[UNIT]];
   const count = event[CALLS];
-  if (!lane && !inCalls) title = `unit ${title}`;
+  if (!lane && !page.inCalls) title = `unit ${title}`;
   if (count > 1) {
     title += lane ? ` and ${integer(count - 1)} more` : `: ${plural(count, "operation")}`;
   }
 
-  const amounts = [seconds(event[SECONDS]), bytes(event[BYTES])];
+  const length = page.inCalls ? plural(event[SECONDS], "call") : seconds(event[SECONDS]);
+  const amounts = [length, bytes(event[BYTES])];
   if (event[FLOPS]) {
     const rate = event[FLOPS] / event[SECONDS];
     amounts.push(scaled(event[FLOPS], "FLOP"), scaled(rate, "FLOP/s"));
   }
-  const lines = lane && unit && !inCalls ? [`unit ${escaped(unit)}`] : [];
-  const begin = inCalls ? `call ${integer(event[START] + 1)}` : `from ${seconds(event[START])}`;
+  const lines = lane && unit && !page.inCalls ? [`unit ${escaped(unit)}`] : [];
+  const begin = page.inCalls ? `call ${integer(event[START] + 1)}` : `from ${seconds(event[START])}`;
   lines.push(amounts.join(" · "), `${begin} · ${escaped(name)}`);
   if (event[ROW] >= 0) lines.push(siteOf(plan.rows[event[ROW]]));
   return `<b>${title}</b>${lines.join("<br>")}`;
 }
 /** Show words beside the pointer, where the window has room; without words hide them. */
-function tip(event, words) {
-  const box = get("tip");
+export function tip(page, event, words) {
+  const box = page.get("tip");
   box.hidden = !words;
   box.innerHTML = words || "";
   const { clientX: x, clientY: y } = event;
+  const { left: start, top: above, width } = page.box.getBoundingClientRect();
   const hasRoomBelow = y + 18 + box.offsetHeight < innerHeight;
-  const left = Math.max(4, Math.min(x + 14, innerWidth - box.offsetWidth - 8));
-  const top = hasRoomBelow ? y + 18 : Math.max(4, y - box.offsetHeight - 12);
+  const left = Math.max(4, Math.min(x - start + 14, width - box.offsetWidth - 8));
+  const top = (hasRoomBelow ? y + 18 : Math.max(4, y - box.offsetHeight - 12)) - above;
   box.style.left = `${left}px`;
   box.style.top = `${top}px`;
 }
@@ -771,7 +808,7 @@ function tip(event, words) {
 // -- numbers, details, tables ---------------------------------------------------------------------
 const TILES = {
   seconds: ["step", seconds],
-  mfu: ["MFU", percent, data.mfu],
+  mfu: ["MFU", percent],
   tokens: ["tokens a second", (x) => scaled(x, "").trim()],
   peak: ["peak memory", bytes],
   utilization: ["of peak FLOP/s", percent, "all operations, recomputed ones too"],
@@ -781,34 +818,35 @@ const TILES = {
   idle: ["waits for stages", seconds],
   compute: ["computation", seconds],
 };
-const letter = (p) => (plans.length > 1 ? `<em>${"AB"[p]}</em> ` : "");
-function drawNumbers() {
+const letter = (page, p) => (page.plans.length > 1 ? `<em>${"AB"[p]}</em> ` : "");
+function drawNumbers(page) {
   let tiles = "";
-  for (const [key, [title, format, words]] of Object.entries(TILES)) {
-    const isKnown = plans.some((plan) => (
+  for (const [key, [name, format, words]] of Object.entries(TILES)) {
+    const isKnown = page.plans.some((plan) => (
       key === "idle" ? plan.numbers.idle : plan.numbers[key] !== undefined));
     if (!isKnown) continue;
-    const values = plans.map((plan, p) => tileValue(key, format, p));
-    tiles += `<div title="${words || ""}"><span>${title}</span>${values.join("")}</div>`;
+    const values = page.plans.map((plan, p) => tileValue(page, key, format, p));
+    const title = key === "mfu" ? page.data.mfu : words;
+    tiles += `<div title="${title || ""}"><span>${name}</span>${values.join("")}</div>`;
   }
-  get("numbers").innerHTML = tiles;
+  page.get("numbers").innerHTML = tiles;
 
   const button = ({ mesh }, p) => {
-    const attributes = `data-plan="${p}" aria-pressed="${p === state.plan}"`;
-    return `<button ${attributes}>${letter(p)} ${escaped(mesh)}</button>`;
+    const attributes = `data-plan="${p}" aria-pressed="${p === page.state.plan}"`;
+    return `<button ${attributes}>${letter(page, p)} ${escaped(mesh)}</button>`;
   };
-  const [first] = plans;
-  get("plans").innerHTML = plans.length > 1
-    ? plans.map(button).join("") : `<small>${escaped(first.mesh)}</small>`;
+  const [first] = page.plans;
+  page.get("plans").innerHTML = page.plans.length > 1
+    ? page.plans.map(button).join("") : `<small>${escaped(first.mesh)}</small>`;
 }
 /** Return a number of a plan, with the limit of a peak, and the change from the first plan. */
-function tileValue(key, format, p) {
-  const plan = plans[p];
+function tileValue(page, key, format, p) {
+  const plan = page.plans[p];
   const value = plan.numbers[key];
-  const first = plans[0].numbers[key];
-  if (value === undefined) return `<b>${letter(p)}–</b>`;
-  let words = `${letter(p)}${format(value)}`;
-  if (key === "peak" && plan.capacity !== plans[p - 1]?.capacity) {
+  const first = page.plans[0].numbers[key];
+  if (value === undefined) return `<b>${letter(page, p)}–</b>`;
+  let words = `${letter(page, p)}${format(value)}`;
+  if (key === "peak" && plan.capacity !== page.plans[p - 1]?.capacity) {
     words += ` <em>of ${bytes(plan.capacity).replace(".0 ", " ")}</em>`;
   }
   if (p && first) {
@@ -822,7 +860,7 @@ function tileValue(key, format, p) {
  * Return a table: a row is [attributes, cells...]. Numbers, which are [text, exact], are aligned on
  * the right.
  */
-function table(head, rows) {
+export function table(head, rows) {
   const title = (x) => (Array.isArray(x) ? `<th class="n">${x[0]}</th>` : `<th>${x}</th>`);
   const cell = (x) => (
     Array.isArray(x) ? `<td class="n" title="${x[1] ?? ""}">${x[0]}</td>` : `<td>${x}</td>`);
@@ -845,26 +883,26 @@ function siteOf({ site, units }) {
 
 // -- the plan, and what differs -------------------------------------------------------------------
 /** Write what the plan is; of two plans both, with the facts that differ. */
-function drawFacts() {
-  const titles = [...new Set(plans.flatMap(({ facts }) => Object.keys(facts)))];
+function drawFacts(page) {
+  const titles = [...new Set(page.plans.flatMap(({ facts }) => Object.keys(facts)))];
   const rows = titles.map((title) => {
-    const texts = plans.map(({ facts }) => facts[title] ?? "–");
+    const texts = page.plans.map(({ facts }) => facts[title] ?? "–");
     const isSame = texts.every((text) => text === texts[0]);
     const attributes = isSame ? "" : 'class="differs"';
     const warned = title === "differs" ? texts.map((x) => `<span class="warn">${escaped(x)}</span>`) : null;
     return [attributes, title, ...(warned || texts.map(escaped))];
   });
-  const head = plans.length > 1 ? ["", "A", "B"] : ["", ""];
-  get("facts").innerHTML = table(head, rows);
-  get("facts-title").textContent = inCalls ? "Program" : "Plan";
-  if (plans.length > 1) drawDifferences();
-  else drawWhy();
+  const head = page.plans.length > 1 ? ["", "A", "B"] : ["", ""];
+  page.get("facts").innerHTML = table(head, rows);
+  page.get("facts-title").textContent = page.inCalls ? "Program" : "Plan";
+  if (page.plans.length > 1) drawDifferences(page);
+  else drawWhy(page);
 }
 /** Write why the plan is the best of a search: the others, and the term by which each is slower. */
-function drawWhy() {
-  const [{ others, tried, numbers }] = plans;
-  get("why-panel").hidden = !others.length;
-  get("facts-panel").classList.toggle("wide", !others.length);
+function drawWhy(page) {
+  const [{ others, tried, numbers }] = page.plans;
+  page.get("why-panel").hidden = !others.length;
+  page.get("facts-panel").classList.toggle("wide", !others.length);
   const rows = others.map(({ plan, seconds: time, mfu, peak, reason }, i) => [
     i ? "" : 'class="best"',
     escaped(plan),
@@ -874,16 +912,16 @@ function drawWhy() {
     escaped(i ? reason || "as fast" : "the best"),
   ]);
   const head = ["plan", ["step"], ["MFU"], ["peak"], "why not"];
-  get("why").innerHTML = table(head, rows);
+  page.get("why").innerHTML = table(head, rows);
   const compared = tried ? ` <small>of ${integer(tried)} plans that were compared</small>` : "";
-  get("why-title").innerHTML = `Why this plan${compared}`;
+  page.get("why-title").innerHTML = `Why this plan${compared}`;
   if (others.length && Math.abs(others[0].seconds / numbers.seconds - 1) > 0.01) {
-    get("why-title").innerHTML += ` <small>its program: ${seconds(numbers.seconds)}</small>`;
+    page.get("why-title").innerHTML += ` <small>its program: ${seconds(numbers.seconds)}</small>`;
   }
 }
 /** Write the terms of two plans beside each other: seconds, memory at the peak and bytes sent. */
-function drawDifferences() {
-  const terms = plans.map(termsOf);
+function drawDifferences(page) {
+  const terms = page.plans.map(termsOf);
   const titles = [...new Set(terms.flatMap((each) => [...each.keys()]))];
   const rows = titles.map((title) => {
     const [, format] = terms[0].get(title) || terms[1].get(title);
@@ -894,11 +932,11 @@ function drawDifferences() {
     if (isChanged) change = `${b > a ? "▲" : "▼"} ${sign}${format(Math.abs(b - a))}`;
     return [isChanged ? 'class="differs"' : "", title, [format(a)], [format(b)], [change]];
   });
-  get("why-title").textContent = "Differences";
-  get("why").innerHTML = table(["", ["A"], ["B"], ["B − A"]], rows);
+  page.get("why-title").textContent = "Differences";
+  page.get("why").innerHTML = table(["", ["A"], ["B"], ["B − A"]], rows);
 }
 /** The terms of a plan, [value, format], by title. */
-function termsOf(plan) {
+export function termsOf(plan) {
   const terms = new Map();
   const { numbers } = plan;
   if (numbers.seconds) terms.set("step", [numbers.seconds, seconds]);
@@ -919,76 +957,78 @@ function termsOf(plan) {
   return terms;
 }
 /** Write about the chosen leaf, and the memory and the shards of the chosen device. */
-function drawDetails() {
-  const plan = chosen();
-  const device = representative(plan, state.device);
-  const leaf = plan.leaves[state.leaf];
+function drawDetails(page) {
+  const plan = chosen(page);
+  const device = representative(page, plan, page.state.device);
+  const leaf = plan.leaves[page.state.leaf];
   const holders = device.holders.map(([size, purpose, site]) => {
-    const colour = purposeFill(data.purposes.indexOf(purpose));
+    const colour = purposeFill(page, page.data.purposes.indexOf(purpose));
     return ["", square(colour) + purpose, amount(size), siteOf({ site })];
   });
 
   const arrays = []; // of which the device has a shard, the largest first
   plan.leaves.forEach((each, number) => {
-    const shape = localShape(plan, each, state.device);
-    if (shape) arrays.push({ each, number, shape, size: localBytes(plan, each, state.device) });
+    const shape = localShape(plan, each, page.state.device);
+    const size = localBytes(plan, each, page.state.device);
+    if (shape) arrays.push({ each, number, shape, size });
   });
   arrays.sort((a, b) => b.size - a.size);
   const rows = arrays.map(({ each, number, shape, size }) => [
-    row("leaf", number, number === state.leaf),
+    row("leaf", number, number === page.state.leaf),
     escaped(each.path),
     code(`[${shape.join(", ")}]`),
     amount(size),
   ]);
 
   const total = bytes(sum(arrays.map(({ size }) => size)));
-  const words = `${written(plan, state.device)} · peak ${bytes(device.peak)}`;
-  if (inCalls) {
-    drawRank(plan, device);
+  const words = `${written(plan, page.state.device)} · peak ${bytes(device.peak)}`;
+  if (page.inCalls) {
+    drawRank(page, plan, device);
     return;
   }
-  get("details").innerHTML = (leaf ? leafWords(plan, leaf) : "")
-    + `<h2>Device ${integer(state.device)} <small>${words}</small></h2>`
-    + `<h3>At the peak</h3>${purposesOf(device)}${table(["for", ["bytes"], "source line"], holders)}`
+  page.get("details").innerHTML = (leaf ? leafWords(page, plan, leaf) : "")
+    + `<h2>Device ${integer(page.state.device)} <small>${words}</small></h2>`
+    + `<h3>At the peak</h3>${purposesOf(page, device)}`
+    + table(["for", ["bytes"], "source line"], holders)
     + `<h3>${plural(arrays.length, "array")}, ${total}</h3>`
     + table(["array", "local shape", ["bytes"]], rows);
 }
 /** Write the bytes at the peak by purpose, the most first. */
-function purposesOf({ purposes }) {
+function purposesOf(page, { purposes }) {
   const sorted = Object.entries(purposes).sort((a, b) => b[1] - a[1]);
   const words = sorted.map(([purpose, size]) => (
-    `<span>${square(palette.purposes[purpose])}${purpose} ${bytes(size)}</span>`));
+    `<span>${square(page.data.colours.purposes[purpose])}${purpose} ${bytes(size)}</span>`));
   return `<p class="legend">${words.join("")}</p>`;
 }
 /** Write the calls of a rank, in order. */
-function drawRank(plan, device) {
+function drawRank(page, plan, device) {
   const calls = device.events.filter((event) => event[LANE]);
   const rows = calls.map((event, i) => [
-    row("row", event[ROW], event[ROW] === state.row),
+    row("row", event[ROW], event[ROW] === page.state.row),
     [integer(i + 1)],
     escaped(plan.names[event[NAME]]),
     escaped(plan.rows[event[ROW]].axes.join(", ")),
     amount(event[BYTES]),
     siteOf(plan.rows[event[ROW]]),
   ]);
-  get("details").innerHTML = `<h2>Rank ${integer(device.number)} <small>`
+  page.get("details").innerHTML = `<h2>Rank ${integer(device.number)} <small>`
     + `${written(plan, device.number)} · ${plural(calls.length, "call")}, ${bytes(device.sent)} sent</small></h2>`
     + table([["call"], "collective", "axis", ["sent"], "source line"], rows);
 }
 /** The chosen leaf: its type, its shard of the chosen device, and the events of its unit. */
-function leafWords(plan, leaf) {
+function leafWords(page, plan, leaf) {
   const words = [`${bytes(leaf.bytes)} in all`];
   if (leaf.layout < 0) {
     words.push("sharded by the step");
   } else {
-    const shape = localShape(plan, leaf, state.device);
-    const size = bytes(localBytes(plan, leaf, state.device));
+    const shape = localShape(plan, leaf, page.state.device);
+    const size = bytes(localBytes(plan, leaf, page.state.device));
     const shard = shape ? `[${shape.join(", ")}], ${size}` : "none";
-    words.push(`${shard} on device ${integer(state.device)}`);
+    words.push(`${shard} on device ${integer(page.state.device)}`);
   }
   if (leaf.unit) words.push(`unit ${escaped(leaf.unit)}`);
 
-  const rows = lifeOf(plan, leaf).map(([verb, start, end]) => {
+  const rows = lifeOf(page, plan, leaf).map(([verb, start, end]) => {
     const attributes = `tabindex="0" data-from="${start}" data-to="${end}"`;
     return [attributes, verb, [seconds(start)], [seconds(end - start)]];
   });
@@ -1000,12 +1040,12 @@ function leafWords(plan, leaf) {
 }
 const VERBS = { all_gather: "gathered", psum_scatter: "reduced", psum: "reduced" };
 /** List when the unit of a leaf is gathered, used, reduced and updated: [verb, start, end]. */
-function lifeOf(plan, leaf) {
-  const unit = unitOf(plan);
+function lifeOf(page, plan, leaf) {
+  const unit = unitOf(page, plan);
   const update = plan.names.indexOf("update");
   const isUpdated = /^(params|state)/.test(leaf.path);
   const stage = plan.layouts[leaf.layout]?.place.find(([axis]) => axis === plan.stage);
-  const device = stage ? plan.devices[stage[1]] : representative(plan, state.device);
+  const device = stage ? plan.devices[stage[1]] : representative(page, plan, page.state.device);
 
   const life = [];
   for (const event of device.events) {
@@ -1020,56 +1060,56 @@ function lifeOf(plan, leaf) {
   }
   return life.sort((a, b) => a[1] - b[1]);
 }
-function drawLedger() {
-  const plan = chosen();
+function drawLedger(page) {
+  const plan = chosen(page);
   const spent = (device, number) => (
     sum(device.events.map((event) => (event[ROW] === number ? event[SECONDS] : 0))));
   const rows = plan.rows.map((each, number) => {
     const { collective, axes, calls, sent } = each;
-    const cells = [
-      row("row", number, number === state.row),
+    const entries = [
+      row("row", number, number === page.state.row),
       escaped(collective),
       escaped(axes.join(", ")),
       [integer(calls)],
       amount(sent),
     ];
-    if (!inCalls) {
-      cells.push([seconds(Math.max(...plan.devices.map((device) => spent(device, number))))]);
+    if (!page.inCalls) {
+      entries.push([seconds(Math.max(...plan.devices.map((device) => spent(device, number))))]);
     }
-    return [...cells, siteOf(each)];
+    return [...entries, siteOf(each)];
   });
   const head = ["collective", "axis", ["calls"], ["bytes sent"], "source line"];
-  if (!inCalls) head.splice(4, 0, ["seconds"]);
-  get("ledger").innerHTML = table(head, rows);
+  if (!page.inCalls) head.splice(4, 0, ["seconds"]);
+  page.get("ledger").innerHTML = table(head, rows);
 
   let words = `${bytes(plan.numbers.sent)} sent by a device`;
-  if (state.row >= 0) {
-    const { collective, axes, sent } = plan.rows[state.row];
+  if (page.state.row >= 0) {
+    const { collective, axes, sent } = plan.rows[page.state.row];
     const sizes = plan.axes.map(([name, n]) => (axes.includes(name) ? n : 1));
     const members = integer(product(sizes));
     words = `${collective} along ${axes.join(", ")}: ${bytes(sent)} from each device of ${members}`;
   }
-  get("ledger-note").textContent = words;
+  page.get("ledger-note").textContent = words;
 }
-function drawLeaves() {
-  const { leaves } = chosen();
-  get("leaves-panel").hidden = inCalls;
-  get("save-leaves").hidden = inCalls;
-  const words = state.filter.toLowerCase().split(/\s+/);
+function drawLeaves(page) {
+  const { leaves } = chosen(page);
+  page.get("leaves-panel").hidden = page.inCalls;
+  page.get("save-leaves").hidden = page.inCalls;
+  const words = page.state.filter.toLowerCase().split(/\s+/);
   const rows = [];
   leaves.forEach((leaf, number) => {
     const text = `${leaf.path} ${leaf.type}`.toLowerCase();
     if (!words.every((word) => text.includes(word))) return;
     rows.push([
-      row("leaf", number, number === state.leaf),
+      row("leaf", number, number === page.state.leaf),
       escaped(leaf.path),
       code(leaf.type),
       escaped(leaf.unit),
       amount(leaf.bytes),
     ]);
   });
-  get("leaves").innerHTML = table(["path", "type", "unit", ["bytes in all"]], rows);
-  get("leaves-note").textContent = `${integer(rows.length)} of ${integer(leaves.length)}`;
+  page.get("leaves").innerHTML = table(["path", "type", "unit", ["bytes in all"]], rows);
+  page.get("leaves-note").textContent = `${integer(rows.length)} of ${integer(leaves.length)}`;
 }
 
 // -- exports --------------------------------------------------------------------------------------
@@ -1081,31 +1121,31 @@ function save(name, text) {
 }
 const quoted = (x) => (/[",\n]/.test(x) ? `"${String(x).replace(/"/g, '""')}"` : x);
 const csv = (rows) => rows.map((each) => `${each.map(quoted).join(",")}\n`).join("");
-function ledgerCsv(plan) {
+export function ledgerCsv(plan) {
   const rows = [["collective", "axes", "calls", "bytes", "source line"]];
   for (const { collective, axes, calls, sent, site } of plan.rows) {
     rows.push([collective, axes.join("+"), calls, sent, site]);
   }
   return csv(rows);
 }
-function leavesCsv(plan) {
-  const rows = [["path", "type", "unit", "bytes", `bytes on device ${state.device}`]];
+function leavesCsv(page, plan) {
+  const rows = [["path", "type", "unit", "bytes", `bytes on device ${page.state.device}`]];
   for (const leaf of plan.leaves) {
-    const local = localBytes(plan, leaf, state.device);
+    const local = localBytes(plan, leaf, page.state.device);
     rows.push([leaf.path, leaf.type, leaf.unit, leaf.bytes, local]);
   }
   return csv(rows);
 }
 /** The timelines as trace events, which Perfetto reads. */
-function traceJson() {
+export function traceJson(page) {
   const traceEvents = [];
-  plans.forEach((plan, p) => plan.devices.forEach((device) => {
-    traceEvents.push(...traceOf(plan, device, p * 1e6 + device.number));
+  page.plans.forEach((plan, p) => plan.devices.forEach((device) => {
+    traceEvents.push(...traceOf(page, plan, device, p * 1e6 + device.number));
   }));
   return JSON.stringify({ displayTimeUnit: "ms", traceEvents });
 }
 /** Return the trace events of a device, as the process `pid`: times are microseconds. */
-function traceOf(plan, { number, lanes: names, events, memory }, pid) {
+function traceOf(page, plan, { number, lanes: names, events, memory }, pid) {
   const traceEvents = [];
   const addTitle = (tid, name, title) => {
     traceEvents.push({ ph: "M", pid, tid, name, args: { name: title } });
@@ -1130,92 +1170,93 @@ function traceOf(plan, { number, lanes: names, events, memory }, pid) {
     });
   }
   for (const [t, ...values] of memory) {
-    const args = Object.fromEntries(data.purposes.map((name, k) => [name, values[k]]));
+    const args = Object.fromEntries(page.data.purposes.map((name, k) => [name, values[k]]));
     traceEvents.push({ ph: "C", pid, name: "memory", ts: t * 1e6, args });
   }
   return traceEvents;
 }
 
 // -- state ----------------------------------------------------------------------------------------
-/** Change the state, write it into the URL, and draw what depends on it. */
-function choose(change) {
-  if ("plan" in change && change.plan !== state.plan) {
+/** Change the state, and draw what depends on it. */
+export function choose(page, change) {
+  if ("plan" in change && change.plan !== page.state.plan) {
     // The leaf stays chosen by its path; rows of the ledger are others.
-    const next = plans[change.plan];
-    const path = chosen().leaves[state.leaf]?.path;
+    const next = page.plans[change.plan];
+    const path = chosen(page).leaves[page.state.leaf]?.path;
     const leaf = next.leaves.findIndex((each) => each.path === path);
-    const device = Math.min(state.device, meshSize(next) - 1);
+    const device = Math.min(page.state.device, meshSize(next) - 1);
     change = { device, leaf, row: -1, within: [], ...change };
   }
-  Object.assign(state, change);
-  writeUrl();
+  Object.assign(page.state, change);
+  page.onChoose(page);
   const isAll = (key) => Object.keys(change).every((each) => each === key);
-  if (isAll("zoom")) drawTimeline();
-  else if (isAll("filter")) drawLeaves();
-  else draw();
+  if (isAll("zoom")) drawTimeline(page);
+  else if (isAll("filter")) drawLeaves(page);
+  else draw(page);
 }
-function writeUrl() {
-  const [a, b] = state.zoom;
-  const parts = { ...state };
-  parts.leaf = chosen().leaves[state.leaf]?.path;
-  parts.row = state.row >= 0 && `${state.row}`; // a text, as row 0 is written, too
-  parts.within = state.within.join(".");
-  parts.zoom = b - a < 1 && state.zoom.map((x) => +x.toFixed(6)).join("-");
-  const fragment = new URLSearchParams(Object.entries(parts).filter(([, value]) => value));
-  try {
-    history.replaceState(null, "", `#${fragment}`);
-  } catch {
-    // a page in a notebook's frame has no URL
-  }
+/** Write the state as the fragment of a URL. */
+export function fragmentOf(page) {
+  const [a, b] = page.state.zoom;
+  const parts = { ...page.state };
+  parts.leaf = chosen(page).leaves[page.state.leaf]?.path;
+  parts.row = page.state.row >= 0 && `${page.state.row}`; // a text, as row 0 is written, too
+  parts.within = page.state.within.join(".");
+  parts.zoom = b - a < 1 && page.state.zoom.map((x) => +x.toFixed(6)).join("-");
+  return new URLSearchParams(Object.entries(parts).filter(([, value]) => value));
 }
-function read() {
-  const parts = new URLSearchParams(location.hash.slice(1));
+/** Read the state from a fragment; what it does not have is as at first. */
+export function readFragment(page, fragment) {
+  const parts = new URLSearchParams(fragment);
   const bounded = (name, end) => {
     const number = parseInt(parts.get(name), 10) || 0;
     return Math.max(0, Math.min(number, end - 1));
   };
-  state.plan = bounded("plan", plans.length);
-  state.device = bounded("device", meshSize(chosen()));
-  state.leaf = chosen().leaves.findIndex((leaf) => leaf.path === parts.get("leaf"));
-  state.row = parts.has("row") ? bounded("row", chosen().rows.length) : -1;
+  const { state } = page;
+  state.plan = bounded("plan", page.plans.length);
+  state.device = bounded("device", meshSize(chosen(page)));
+  state.leaf = chosen(page).leaves.findIndex((leaf) => leaf.path === parts.get("leaf"));
+  state.row = parts.has("row") ? bounded("row", chosen(page).rows.length) : -1;
   const digits = (parts.get("within") || "").split(".").filter(Boolean).map(Number);
-  const steps = chosen().axes.flatMap(stepsOf);
+  const steps = chosen(page).axes.flatMap(stepsOf);
   const areDigits = digits.every((digit, i) => digit >= 0 && digit < steps[i]?.n);
   state.within = areDigits ? digits : [];
   const [a, b] = (parts.get("zoom") || "").split("-").map(Number);
   const isZoom = a >= 0 && a < b && b <= 1;
   state.zoom = isZoom ? [a, b] : [0, 1];
   state.filter = parts.get("filter") || "";
-  get("filter").value = state.filter;
+  page.get("filter").value = state.filter;
 }
 /** Draw all; the focused row of a table stays focused. */
-function draw() {
-  const focused = document.activeElement.closest("tr");
+export function draw(page) {
+  const focused = page.root.activeElement?.closest("tr");
   const box = focused?.closest("div, #details");
   const number = focused?.rowIndex;
-  drawNumbers();
-  drawFacts();
-  drawMesh();
-  drawDetails();
-  drawTimeline();
-  drawLegend();
-  drawLedger();
-  drawLeaves();
-  box?.querySelector("table:last-of-type")?.rows[number]?.focus({ preventScroll: true });
+  drawNumbers(page);
+  drawFacts(page);
+  drawMesh(page);
+  drawDetails(page);
+  drawTimeline(page);
+  drawLegend(page);
+  drawLedger(page);
+  drawLeaves(page);
+  if (focused?.isConnected === false) { // its table was written anew
+    box.querySelector("table:last-of-type")?.rows[number]?.focus({ preventScroll: true });
+  }
 }
 /** Choose what an element is of: a plan, a row of the ledger, a leaf, or a range of time. */
-function pick(element) {
+function pick(page, element) {
   const target = element.closest("[data-row], [data-leaf], [data-from], [data-plan], [data-within]");
   const { row: number, leaf, from, to, plan, within } = target?.dataset || {};
-  if (within !== undefined) choose({ within: within ? within.split(".").map(Number) : [] });
-  if (plan) choose({ plan: +plan });
-  if (number) choose({ row: +number === state.row ? -1 : +number, leaf: -1 });
-  if (leaf) choose({ leaf: +leaf === state.leaf ? -1 : +leaf, row: -1 });
+  const { state } = page;
+  if (within !== undefined) choose(page, { within: within ? within.split(".").map(Number) : [] });
+  if (plan) choose(page, { plan: +plan });
+  if (number) choose(page, { row: +number === state.row ? -1 : +number, leaf: -1 });
+  if (leaf) choose(page, { leaf: +leaf === state.leaf ? -1 : +leaf, row: -1 });
   if (from) {
     // The range is the middle fifth of the timeline.
-    const start = (3 * from - 2 * to) / longest;
-    const end = (3 * to - 2 * from) / longest;
-    zoomTo(start - 1e-3, end + 1e-3);
+    const start = (3 * from - 2 * to) / page.longest;
+    const end = (3 * to - 2 * from) / page.longest;
+    zoomTo(page, start - 1e-3, end + 1e-3);
   }
 }
 const ARROWS = {
@@ -1225,104 +1266,190 @@ const ARROWS = {
   ArrowDown: [0, 1],
 };
 /** Do what a key means where it is pressed; return true if it means anything. */
-function press(key, target) {
+function press(page, key, target) {
   const [dx, dy] = ARROWS[key] || [0, 0];
   const tr = target.closest("tr[tabindex]");
-  const isTime = target === get("time");
-  const hasChoice = state.leaf >= 0 || state.row >= 0;
-  if (key === "Escape") choose(hasChoice ? { leaf: -1, row: -1 } : { zoom: [0, 1] });
-  else if (tr && (key === "Enter" || key === " ")) pick(tr);
+  const isMesh = target === page.get("mesh");
+  const isTime = target === page.get("time");
+  const hasChoice = page.state.leaf >= 0 || page.state.row >= 0;
+  if (key === "Escape") choose(page, hasChoice ? { leaf: -1, row: -1 } : { zoom: [0, 1] });
+  else if (tr && (key === "Enter" || key === " ")) pick(page, tr);
   else if (tr && dy) (dy < 0 ? tr.previousElementSibling : tr.nextElementSibling)?.focus();
-  else if (target === get("mesh") && (dx || dy)) moveDevice([dx, dy]);
-  else if (target === get("mesh") && key === "Enter") enter(cellHere(chosen()));
-  else if (target === get("mesh") && key === "Backspace") leave();
-  else if (isTime && dx) zoomBy(1, 0.5, 0.2 * dx);
-  else if (isTime && "+=-".includes(key)) zoomBy(key === "-" ? 1 / 0.6 : 0.6);
-  else if (isTime && (key === "0" || key === "Home")) zoomTo(0, 1);
+  else if (isMesh && (dx || dy)) moveDevice(page, [dx, dy]);
+  else if (isMesh && key === "Enter") enter(page, cellHere(page, chosen(page)));
+  else if (isMesh && key === "Backspace") leave(page);
+  else if (isTime && dx) zoomBy(page, 1, 0.5, 0.2 * dx);
+  else if (isTime && "+=-".includes(key)) zoomBy(page, key === "-" ? 1 / 0.6 : 0.6);
+  else if (isTime && (key === "0" || key === "Home")) zoomTo(page, 0, 1);
   else return false;
   return true;
 }
 
-const on = (id, type, act, options) => get(id).addEventListener(type, act, options);
-document.addEventListener("click", (event) => pick(event.target));
-document.addEventListener("keydown", (event) => {
-  const isShortcut = event.ctrlKey || event.metaKey || event.altKey; // of the browser
-  if (!isShortcut && press(event.key, event.target)) event.preventDefault();
-});
-on("mesh", "click", (event) => enter(cellAt(event)));
-on("mesh", "mousemove", (event) => {
-  const plan = chosen();
-  const cell = cellAt(event);
-  if (cell < 0) {
-    tip(event, "");
-    return;
-  }
-  const device = cells.device[cell];
-  const { steps, devices } = cells.view;
-  const amountWords = `${inCalls ? "sends" : "peak"} ${bytes(amountOf(plan, device))}`;
-  const title = devices > 1 ? `${integer(devices)} devices` : `${inCalls ? "rank" : "device"} ${integer(device)}`;
-  tip(event, `<b>${title}</b>${writtenGroup(plan, steps, cells.digits[cell])}<br>${amountWords}`);
-});
-for (const id of ["mesh", "time"]) {
-  on(id, "mouseleave", (event) => {
-    tip(event);
-    get("cursor").hidden = true;
+// -- a page ---------------------------------------------------------------------------------------
+/**
+ * Draw a document into a root, which has the elements of PANELS in a box with the id "page", and
+ * return the page. `fragment` says what is chosen at first; `onChoose(page)` is called after each
+ * choice; the page ends with the signal.
+ */
+export function open(root, data, { fragment = "", onChoose = () => {}, signal } = {}) {
+  const page = { root, onChoose, signal, get: (id) => root.getElementById(id) };
+  page.box = page.get("page");
+  // `within`: the group of the mesh that is zoomed in on, by its steps: see `viewOf`.
+  page.state = { plan: 0, device: 0, leaf: -1, row: -1, zoom: [0, 1], filter: "", within: [] };
+  setDocument(page, data);
+  readFragment(page, fragment);
+  followTheme(page);
+  listen(page);
+  draw(page);
+  drawAtOtherWidths(page);
+  return page;
+}
+/** Draw another document, of which a plan is chosen. A leaf and a row stay chosen by their names. */
+export function show(page, data, number = 0) {
+  const { state } = page;
+  const before = chosen(page);
+  const leaf = before.leaves[state.leaf]?.path;
+  const row = rowKey(before.rows[state.row]);
+  const axes = JSON.stringify(before.axes);
+  setDocument(page, data);
+  state.plan = number;
+
+  const plan = chosen(page);
+  state.leaf = plan.leaves.findIndex(({ path }) => path === leaf);
+  state.row = plan.rows.findIndex((each) => rowKey(each) === row);
+  state.device = Math.min(state.device, meshSize(plan) - 1);
+  const isSameMesh = JSON.stringify(plan.axes) === axes;
+  if (!isSameMesh) state.within = [];
+  draw(page);
+}
+const rowKey = (row) => row && `${row.collective} ${row.axes.join("+")} ${row.site}`;
+function setDocument(page, data) {
+  page.data = data;
+  page.plans = data.plans;
+  page.inCalls = data.clock === "calls"; // a recording has no seconds, but calls in order
+  page.longest = Math.max(...data.plans.map(lengthOf));
+  page.allLanes = [...new Set(data.plans.flatMap(lanesOfPlan))].slice(1); // but the units
+  page.networks = page.allLanes.filter((name) => name.startsWith("network"));
+}
+/** The element that has the styles of a root. */
+const hostOf = (root) => root.host ?? root.documentElement;
+/** Have the theme of JupyterLab, or that of the system. */
+function followTheme(page) {
+  const host = hostOf(page.root);
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const follow = () => {
+    const { jpThemeLight } = document.body.dataset;
+    const isDark = jpThemeLight === undefined ? system.matches : jpThemeLight === "false";
+    host.dataset.theme = isDark ? "dark" : "light";
+  };
+  const change = () => {
+    follow();
+    draw(page);
+  };
+  follow();
+  system.addEventListener("change", change, { signal: page.signal });
+  const observer = new MutationObserver(change);
+  observer.observe(document.body, { attributeFilter: ["data-jp-theme-light"] });
+  page.signal?.addEventListener("abort", () => observer.disconnect());
+}
+/** Draw when the box has another width, and not for its first one. */
+function drawAtOtherWidths(page) {
+  let drawn = page.box.clientWidth;
+  const observer = new ResizeObserver(() => {
+    const width = page.box.clientWidth;
+    if (width === drawn || !width) return; // without a width it is in a closed tab
+    drawn = width;
+    draw(page);
+  });
+  observer.observe(page.box);
+  page.signal?.addEventListener("abort", () => observer.disconnect());
+}
+/** Listen to clicks and keys, to the mesh, the timeline and the buttons. */
+function listen(page) {
+  const { root, signal } = page;
+  root.addEventListener("click", (event) => pick(page, event.target), { signal });
+  root.addEventListener("keydown", (event) => {
+    const isShortcut = event.ctrlKey || event.metaKey || event.altKey; // of the browser
+    if (isShortcut || event.defaultPrevented) return;
+    if (press(page, event.key, event.target)) event.preventDefault();
+  }, { signal });
+  listenToMesh(page);
+  listenToTimeline(page);
+
+  const on = (id, type, act) => page.get(id).addEventListener(type, act);
+  on("zoom-in", "click", () => zoomBy(page, 0.5));
+  on("zoom-out", "click", () => zoomBy(page, 2));
+  on("zoom-all", "click", () => zoomTo(page, 0, 1));
+  on("save-ledger", "click", () => save("ledger.csv", ledgerCsv(chosen(page))));
+  on("save-leaves", "click", () => save("leaves.csv", leavesCsv(page, chosen(page))));
+  on("save-trace", "click", () => save("trace.json", traceJson(page)));
+  on("filter", "input", (event) => choose(page, { filter: event.target.value }));
+}
+function listenToMesh(page) {
+  const mesh = page.get("mesh");
+  mesh.addEventListener("click", (event) => enter(page, cellAt(page, event)));
+  mesh.addEventListener("mouseleave", (event) => tip(page, event));
+  mesh.addEventListener("mousemove", (event) => {
+    const cell = cellAt(page, event);
+    tip(page, event, cell < 0 ? "" : tipOfCell(page, cell));
   });
 }
-
-let drag = null; // { x, zoom } where a drag began
-let isDragged = false;
-on("time", "pointerdown", ({ clientX: x }) => {
-  drag = { x, zoom: state.zoom };
-  isDragged = false;
-});
-addEventListener("pointerup", () => { drag = null; });
-on("time", "pointermove", (event) => {
-  const fraction = fractionAt(event);
-  get("cursor").hidden = !(fraction >= 0 && fraction <= 1);
-  get("cursor").style.left = `${event.clientX - get("time").getBoundingClientRect().left}px`;
-  if (!drag) {
-    tip(event, hovered(event)?.text);
-    return;
-  }
-  const distance = drag.x - event.clientX;
-  if (Math.abs(distance) > 3) isDragged = true; // less is a click with an unsteady hand
-  if (!isDragged) return;
-  const [start, end] = drag.zoom;
-  const by = distance / timeWidth() * (end - start);
-  zoomTo(start + by, end + by);
-});
-on("time", "click", (event) => {
-  const { row: lane, event: timed } = (!isDragged && hovered(event)) || {};
-  if (!timed) return;
-  const isHere = lane.plan === chosen() && lane.device === representative(lane.plan, state.device);
-  const device = isHere ? state.device : lane.device.number;
-  choose({ plan: plans.indexOf(lane.plan), device, row: timed[ROW], leaf: -1 });
-});
-on("time", "wheel", (event) => {
-  if (event.ctrlKey || event.metaKey) {
-    zoomBy(event.deltaY < 0 ? 0.8 : 1.25, Math.max(0, fractionAt(event)));
-  } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-    zoomBy(1, 0.5, event.deltaX / timeWidth());
-  } else {
-    return; // the page scrolls
-  }
-  event.preventDefault();
-}, { passive: false });
-on("zoom-in", "click", () => zoomBy(0.5));
-on("zoom-out", "click", () => zoomBy(2));
-on("zoom-all", "click", () => zoomTo(0, 1));
-on("save-ledger", "click", () => save("ledger.csv", ledgerCsv(chosen())));
-on("save-leaves", "click", () => save("leaves.csv", leavesCsv(chosen())));
-on("save-trace", "click", () => save("trace.json", traceJson()));
-on("filter", "input", (event) => choose({ filter: event.target.value }));
-addEventListener("hashchange", () => {
-  read();
-  draw();
-});
-addEventListener("resize", draw);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-
-read();
-draw();
-document.documentElement.dataset.drawn = (performance.now() - began).toFixed(0);
+function tipOfCell(page, cell) {
+  const plan = chosen(page);
+  const device = page.cells.device[cell];
+  const { steps, devices } = page.cells.view;
+  const amountWords = `${page.inCalls ? "sends" : "peak"} ${bytes(amountOf(page, plan, device))}`;
+  const noun = page.inCalls ? "rank" : "device";
+  const title = devices > 1 ? plural(devices, noun) : `${noun} ${integer(device)}`;
+  return `<b>${title}</b>${writtenGroup(plan, steps, page.cells.digits[cell])}<br>${amountWords}`;
+}
+function listenToTimeline(page) {
+  const time = page.get("time");
+  const cursor = page.get("cursor");
+  let drag = null; // { x, zoom } where a drag began
+  let isDragged = false;
+  time.addEventListener("pointerdown", ({ clientX: x }) => {
+    drag = { x, zoom: page.state.zoom };
+    isDragged = false;
+  });
+  addEventListener("pointerup", () => { drag = null; }, { signal: page.signal });
+  time.addEventListener("mouseleave", (event) => {
+    tip(page, event);
+    cursor.hidden = true;
+  });
+  time.addEventListener("pointermove", (event) => {
+    const fraction = fractionAt(page, event);
+    cursor.hidden = !(fraction >= 0 && fraction <= 1);
+    cursor.style.left = `${event.clientX - time.getBoundingClientRect().left}px`;
+    if (!drag) {
+      tip(page, event, hovered(page, event)?.text);
+      return;
+    }
+    const distance = drag.x - event.clientX;
+    if (Math.abs(distance) > 3) isDragged = true; // less is a click with an unsteady hand
+    if (!isDragged) return;
+    const [start, end] = drag.zoom;
+    const by = distance / timeWidth(page) * (end - start);
+    zoomTo(page, start + by, end + by);
+  });
+  time.addEventListener("click", (event) => {
+    const { row: lane, event: timed } = (!isDragged && hovered(page, event)) || {};
+    if (timed) chooseEvent(page, lane, timed);
+  });
+  time.addEventListener("wheel", (event) => {
+    if (event.ctrlKey || event.metaKey) {
+      zoomBy(page, event.deltaY < 0 ? 0.8 : 1.25, Math.max(0, fractionAt(page, event)));
+    } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+      zoomBy(page, 1, 0.5, event.deltaX / timeWidth(page));
+    } else {
+      return; // the page scrolls
+    }
+    event.preventDefault();
+  }, { passive: false });
+}
+/** Choose the device of a lane, and the row of the ledger of an event on it. */
+function chooseEvent(page, { plan, device: lane }, event) {
+  const isHere = plan === chosen(page) && lane === representative(page, plan, page.state.device);
+  const device = isHere ? page.state.device : lane.number;
+  choose(page, { plan: page.plans.indexOf(plan), device, row: event[ROW], leaf: -1 });
+}

@@ -1,6 +1,7 @@
 """`page`: the cost of a step as one HTML file, which needs no network and no server.
 
     report ─> `document`: numbers, devices, ledger, leaves ─> JSON in page.html ─> page.js draws it
+    window.js gives page.js the window; `bundled` makes one module of the two
     recording of another program ─> the same, of calls in order instead of seconds
 
 Neighbours on a lane that are thinner than a bin of the timeline are merged, so each device of the
@@ -69,21 +70,50 @@ def page(
     titles = [plan["title"] for plan in content["plans"]]
     values = {
         "title": escape(" and ".join(dict.fromkeys(titles))),
-        "style": _resource("css"),
-        "script": _resource("js"),
+        "style": resource("fshard.explore", "page.css"),
+        "script": bundled("fshard.explore", "window.js"),
         "data": data.replace("<", "\\u003c"),  # a "</script>" in a text would end the data
     }
     # In one pass: a value may contain what reads like the name of another one.
     names = re.compile(r"\{(title|style|script|data)\}")
-    text = names.sub(lambda match: values[match[1]], _resource("html"))
+    text = names.sub(lambda match: values[match[1]], resource("fshard.explore", "page.html"))
     if path is None:
         return text
     Path(path).write_text(text, encoding="utf-8")
     return Path(path)
 
 
-def _resource(kind: str) -> str:
-    return (files("fshard.explore") / f"page.{kind}").read_text("utf-8")
+def resource(package: str, name: str) -> str:
+    """Return the text of a file of a package."""
+    return (files(package) / name).read_text("utf-8")
+
+
+_IMPORT = re.compile(r'^import [^"]* from "(\.[^"]*)/([\w.]+)";\n', re.MULTILINE)
+_PACKAGES = {".": "", "../explore": "fshard.explore"}
+
+
+def bundled(package: str, name: str) -> str:
+    """Return a module of JavaScript as one text, which a page without a network can have.
+
+    The first import of each module is replaced by the text of the module, later ones by nothing.
+    So two modules may not have equal names: the browser refuses to read them.
+
+    Args:
+        package: of the module.
+        name: of its file. It imports from "./" or "../explore/".
+    """
+    included: set[tuple[str, str]] = set()
+
+    def text_of(package: str, name: str) -> str:
+        if (package, name) in included:
+            return ""
+        included.add((package, name))
+        return _IMPORT.sub(
+            lambda match: text_of(_PACKAGES[match[1]] or package, match[2]),
+            resource(package, name),
+        )
+
+    return text_of(package, name)
 
 
 def framed(report: Cost) -> dict[str, str]:

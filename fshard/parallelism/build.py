@@ -11,7 +11,8 @@ A Booster has layouts of its own, by its plugin, and gives them to the middle tw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -32,8 +33,8 @@ from fshard.transforms.module.compiled import uncompile
 from fshard.transforms.module.functionalize import module_function, validate_no_hooks
 from fshard.transforms.module.lazy import reserved, without_memory
 from fshard.transforms.module.replica import copy_on_meta
-from fshard.transforms.patterns import Choice
-from fshard.transforms.shard_params import Rules, apply_rules, fsdp
+from fshard.transforms.patterns import Choice, matches
+from fshard.transforms.shard_params import Fsdp, Rules, apply_rules, fsdp
 from fshard.transforms.stages.plan import place_stages
 
 ModelPart = tuple[nn.Module, Plan | None]
@@ -69,6 +70,9 @@ def shard_model(
     sample: Any,
     blocks: str,
     has_full_output: bool,
+    styles: Mapping[str, str] | None = None,
+    layouts: Mapping[str, P] | None = None,
+    layer_plan: Plan | None = None,
 ) -> ShardedModel:
     """Return a model as arguments of a step.
 
@@ -80,8 +84,21 @@ def shard_model(
         blocks: path of the repeated layers, each a unit of ZeRO-3.
         has_full_output: the output has full tensors; else shards of layers stay as they are, for
             a loss by the plan of the layers.
+        styles: of weights by pattern, instead of those that the plan of the layers finds: the
+            rules of `tensor_parallel`.
+        layouts: of parameters by pattern, instead of those that the parallelism gives them; not in
+            stages.
+        layer_plan: of an equal model, whose layers are not planned again.
     """
-    parts = split_model(model, parallelism, sample=sample, blocks=blocks, check=False)
+    parts = split_model(
+        model,
+        parallelism,
+        sample=sample,
+        blocks=blocks,
+        check=False,
+        styles=styles,
+        layer_plan=layer_plan,
+    )
     compare_inputs("shard_model", mesh, samples_of(dict(model.named_parameters())))
     replica_axis = ("replica",) if parallelism.replicas > 1 else ()
     batch_axes = (*replica_axis, *parallelism.zero_axes)
@@ -105,6 +122,7 @@ def shard_model(
         ),
         mesh=mesh,
         has_full_output=has_full_output,
+        layouts=layouts,
     )
     return ShardedModel(*placed, options, plan)
 
@@ -123,6 +141,8 @@ def split_model(
     tolerance: float = TOLERANCE,
     ignore: str | Sequence[str] = (),
     seed: int = 0,
+    styles: Mapping[str, str] | None = None,
+    layer_plan: Plan | None = None,
 ) -> list[ModelPart]:
     """Return the stages of a model, each with the plan of its layers that are sharded.
 
@@ -134,15 +154,20 @@ def split_model(
         check: compare the planned model with the model: see `tensor_parallel`.
         tolerance, ignore: of that check.
         seed: of draws of the model while it is planned.
+        styles: of weights by pattern: the rules of `tensor_parallel`.
+        layer_plan: of an equal model, whose layers are not planned again.
     """
     has_inner_axes = bool(parallelism.inner_axes)
     if parallelism.in_stages or has_inner_axes:
         uncompile(model, "stages, and layers by a plan, run uncompiled. Leave it out.")
 
     plan = None
-    if has_inner_axes:
+    if has_inner_axes and layer_plan is not None:
+        plan = replace(layer_plan, model=model)
+    elif has_inner_axes:
         check_options: dict[str, Any] = {"tolerance": tolerance, "ignore": ignore}
         check_options["check"] = check and _checks_here(model)
+        check_options["rules"] = styles
         arguments = _arguments_of(sample, blocks, parallelism)
         plan = _layer_plan(model, parallelism, arguments, seed, check_options)
     if parallelism.experts > 1 or has_inner_axes or parallelism.in_stages:
@@ -228,6 +253,24 @@ def param_rules(
     return P() if within is None else within
 
 
+def rules_with(layouts: Mapping[str, P], rules: Rules, names: Iterable[str]) -> Rules:
+    """Return rules by which the parameters that some patterns match have other layouts.
+
+    Args:
+        layouts: by pattern.
+        rules: of all parameters: of `param_rules`.
+        names: of the parameters.
+    """
+    if isinstance(rules, P | Fsdp):
+        return {**layouts, "**": rules}
+    others = dict[str, P]()
+    for name in names:
+        # A name and a pattern that both match a parameter would contradict each other.
+        if not any([matches(pattern, name) for pattern in layouts]):
+            others[name] = rules(name, None) if callable(rules) else rules[name]
+    return {**layouts, **others}
+
+
 def _spec_of_experts(path: str, leaf: Any) -> P:
     """Return the spec of a leaf: tensors of a layer's `experts` are sharded by their first dim."""
     is_expert = path.split(".")[-2:-1] == ["experts"]
@@ -262,6 +305,7 @@ def shard_full(
     sync_batchnorm: Axes | None = None,
     in_place: bool = False,
     has_full_output: bool = True,
+    layouts: Mapping[str, P] | None = None,
 ) -> tuple[Any, PyTree, PyTree]:
     """Return a model as a function, its parameters in their layouts, and its buffers.
 
@@ -274,6 +318,7 @@ def shard_full(
         memory: of the parameters.
         buffers, sync_batchnorm: of `functionalize`.
         has_full_output: the output has full tensors.
+        layouts: of parameters by pattern, instead of those by the rules.
     """
     options: Any = {"buffers": buffers, "sync_batchnorm": sync_batchnorm, "in_place": in_place}
     if plan is None:
@@ -287,8 +332,11 @@ def shard_full(
     named: dict[str, Tensor] = {name: x for name, x in model.named_parameters() if name in params}
     leaves = freeze(named)
     within = None if plan is None else {name: plan.spec(name) for name in leaves}
-    layouts = rules(leaves, within)
-    params = apply_rules(_split(plan, leaves), layouts, mesh, put=reserved, memory=memory)
+    params_by_name = _split(plan, leaves)
+    all_rules = rules(leaves, within)
+    if layouts:
+        all_rules = rules_with(layouts, all_rules, params_by_name)
+    params = apply_rules(params_by_name, all_rules, mesh, put=reserved, memory=memory)
     placed_buffers = dict[str, Any]()
     for name, x in tensors.items():
         placed_buffers[name] = reserved(x, Layout(mesh)) if x.is_meta else x

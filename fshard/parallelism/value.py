@@ -365,7 +365,7 @@ class Parallelism(KnownKeywords):
 
 FIELDS = tuple(field.name for field in fields(Parallelism))
 
-_CHOICES: dict[str, tuple[Any, ...]] = {
+CHOICES: dict[str, tuple[Any, ...]] = {
     "tensor_mode": get_args(TensorMode),
     "sequence_mode": (*get_args(Algorithm), "megatron"),
     "zero_stage": get_args(Stage),
@@ -410,8 +410,8 @@ def _invalid_fields(parallelism: Parallelism) -> list[str]:
     """List the fields that have another type, or none of the legal values."""
     errors = list[str]()
     for name, value in vars(parallelism).items():
-        if name in _CHOICES:
-            errors += one_of(name, value, *_CHOICES[name])
+        if name in CHOICES:
+            errors += one_of(name, value, *CHOICES[name])
         elif name == "recompute":
             errors += _invalid_recompute(value)
         elif name == "schedule":

@@ -8,7 +8,9 @@ from urllib.parse import unquote
 
 BROWSER = shutil.which("chromium")
 
-CLICKS = """<script>{
+# In the module of the page, after it: so its names are those of the script too.
+CLICKS = """{
+const get = page.get;
 const notes = [], note = (id) => notes.push(get(id).textContent.replace(/\\s+/g, " "));
 const click = (target, x = 0, y = 0) => {
   const box = target.getBoundingClientRect(), point = { clientX: box.left + x, clientY: box.top + y, bubbles: true };
@@ -17,13 +19,13 @@ const click = (target, x = 0, y = 0) => {
 const strike = (target, key) => target.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
 try { %s } catch (error) { notes.push(String(error)); }
 document.body.innerHTML = `<pre>${JSON.stringify(notes.map((x) => encodeURIComponent(x)))}</pre>`;
-}</script></body>"""
+}</script>"""
 
 
 def shown_by(text, script, tmp_path):
     """Return what a script notes in a browser, and the milliseconds of the first drawing."""
     (path := tmp_path / "page.html").write_text(
-        text.replace("</body>", CLICKS % script), encoding="utf-8"
+        re.sub("</script>(?=\n</body>)", lambda _: CLICKS % script, text), encoding="utf-8"
     )
     options = [
         "--headless",

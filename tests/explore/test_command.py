@@ -159,11 +159,11 @@ def test_page_lists_the_next_best_plans(tmp_path):
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_large_meshes_are_groups_that_zoom_in(tmp_path):
     script = """
-    note("mesh-note"); notes.push(cells.x.length);
-    click(get("mesh"), cells.x[5] + 1, cells.y[5] + 1); note("mesh-note"); note("trail"); notes.push(location.hash);
-    strike(get("mesh"), "Enter"); note("mesh-note"); notes.push(cells.x.length);
+    note("mesh-note"); notes.push(page.cells.x.length);
+    click(get("mesh"), page.cells.x[5] + 1, page.cells.y[5] + 1); note("mesh-note"); note("trail"); notes.push(location.hash);
+    strike(get("mesh"), "Enter"); note("mesh-note"); notes.push(page.cells.x.length);
     strike(get("mesh"), "Backspace"); strike(get("mesh"), "Backspace"); note("mesh-note");
-    choose({ row: chosen().rows.findIndex(({ axes }) => axes.includes("data")) }); note("ledger-note");
+    choose(page, { row: chosen(page).rows.findIndex(({ axes }) => axes.includes("data")) }); note("ledger-note");
     """
     notes, _ = shown_by(page(zero(devices=8192)), script, tmp_path)
     first, count, second, trail, fragment, third, most, back, ledger = notes
@@ -225,7 +225,7 @@ def test_recordings_are_drawn(tmp_path, capsys):
     RECORDING.save(path)
     assert main(["explore", str(path), "-o", str(out)]) == 0
     script = """
-    note("numbers"); click(get("mesh"), cells.x[2] + 3, cells.y[2] + 3); note("details"); note("ledger");
+    note("numbers"); click(get("mesh"), page.cells.x[2] + 3, page.cells.y[2] + 3); note("details"); note("ledger");
     notes.push([get("memory"), get("leaves-panel")].every((x) => x.hidden));
     """
     (numbers, details, ledger, is_hidden), _ = shown_by(out.read_text(), script, tmp_path)

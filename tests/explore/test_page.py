@@ -108,14 +108,14 @@ def test_visualize_shows_the_page_in_a_notebook(monkeypatch):
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_clicks_show_devices_leaves_and_rows(tmp_path):
     script = """
-    click(get("mesh"), cells.x[5] + 3, cells.y[5] + 3); note("details");
-    const leaf = chosen().leaves.findIndex(({ path }) => path === "params[1][0]");
+    click(get("mesh"), page.cells.x[5] + 3, page.cells.y[5] + 3); note("details");
+    const leaf = chosen(page).leaves.findIndex(({ path }) => path === "params[1][0]");
     click(get("leaves").querySelector(`[data-leaf="${leaf}"]`)); note("mesh-legend"); note("details");
     click([...get("ledger").querySelectorAll("tr")].find((tr) => tr.textContent.startsWith("send"))); note("ledger-note");
     notes.push(location.hash);
     strike(get("ledger"), "Escape"); strike(get("time"), "+"); strike(get("mesh"), "ArrowLeft"); notes.push(location.hash);
     get("filter").value = "exp_avg_sq"; get("filter").dispatchEvent(new Event("input")); note("leaves-note");
-    notes.push(ledgerCsv(chosen()), traceJson());
+    notes.push(ledgerCsv(chosen(page)), traceJson(page));
     click(document.querySelector("[data-plan='1']")); note("mesh-note");
     """
     rows = [row.collective for row, *_ in staged().comm.rows()]
@@ -135,10 +135,10 @@ def test_clicks_show_devices_leaves_and_rows(tmp_path):
 def test_a_bar_that_ends_at_the_left_edge_is_drawn(tmp_path):
     """There is no room for its name, not even for an empty one."""
     script = """
-    const event = chosen().devices[0].events.find((e) => e[LANE] && e[END] > e[START]);
-    const length = (event[END] - event[START]) / longest * timeWidth() / 40;
-    const start = event[END] / longest - 3 / timeWidth() * length;
-    zoomTo(start, start + length); note("leaves-note");
+    const event = chosen(page).devices[0].events.find((e) => e[LANE] && e[END] > e[START]);
+    const length = (event[END] - event[START]) / page.longest * timeWidth(page) / 40;
+    const start = event[END] / page.longest - 3 / timeWidth(page) * length;
+    zoomTo(page, start, start + length); note("leaves-note");
     """
     (leaves,), _ = shown_by(page(staged()), script, tmp_path)
     assert "of" in leaves
