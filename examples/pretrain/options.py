@@ -44,6 +44,16 @@ def make_mesh(args):
     for part in args.mesh.split(","):
         name, _, size = part.partition("=")
         axes[name] = int(size)
+
+    if unknown := set(axes) - {"replica", "data", "expert", "model"}:
+        raise SystemExit(f"--mesh must have axes replica, data, expert and model; got {unknown}.")
+    if ("replica" in axes) != (args.diloco > 0):
+        raise SystemExit("--diloco must be given with an axis replica: --mesh replica=2,data=2.")
+    if "expert" in axes and not args.experts:
+        raise SystemExit("--mesh with an axis expert must have experts: give --experts 4.")
+    if {"expert", "model"} <= set(axes):
+        # The loss that balances experts is not there in a model whose layers are planned.
+        raise SystemExit("--mesh must not have both expert and model. Leave one of them out.")
     return fs.make_mesh(axes)
 
 

@@ -91,13 +91,13 @@ def sharded(model, mesh, sample, args):
 
 def layer_layouts(model, mesh, sample):
     """Return the plan of the layers along the axis "model", or None, and the rules of parameters."""
-    has_experts = "expert" in mesh.axis_names
     if "model" in mesh.axis_names:
         arguments = {name: rows[:2] for name, rows in sample.items()}
-        experts = "expert" if has_experts else None
-        plan = fs.tensor_parallel(model, axis="model", sample=arguments, experts=experts)
+        plan = fs.tensor_parallel(model, axis="model", sample=arguments)
         return plan, plan.rules
-    return None, {"*.experts.*": P("expert"), "**": P()} if has_experts else P()
+    if "expert" in mesh.axis_names:
+        return None, {"blocks.*.mlp.experts.*": P("expert"), "**": P()}
+    return None, P()
 
 
 if __name__ == "__main__":
