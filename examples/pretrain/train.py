@@ -74,7 +74,7 @@ def sharded(model, mesh, sample, args):
 
     # The step of one replica: those along the axis "replica" are trained apart.
     inner = mesh[tuple(axis for axis in mesh.axis_names if axis != "replica")]
-    opt = new_optimizer(args)
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), new_optimizer(args))
     opt = fs.partition_optimizer(opt, mesh=inner, axis=zero_axes, stage=args.zero)
     step = fs.train_step(loss_fn, opt, mesh=inner, batch=P(zero_axes), donate=True, **how)
     if not args.diloco:
