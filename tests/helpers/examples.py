@@ -12,13 +12,15 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 def printed(example, *options):
     """Run an example; return what it prints."""
-    file = str(EXAMPLES / example)
-    before, sys.argv = sys.argv, [file, *options]
+    file = EXAMPLES / example
+    before = sys.argv, sys.path
+    sys.argv = [str(file), *options]
+    sys.path = [str(file.parent), *sys.path]  # as Python does, for the modules beside a program
     try:
         with redirect_stdout(io.StringIO()) as out:
-            runpy.run_path(file, run_name="__main__")
+            runpy.run_path(str(file), run_name="__main__")
     finally:
-        sys.argv = before
+        sys.argv, sys.path = before
     return out.getvalue()
 
 
