@@ -1,6 +1,6 @@
 """Exercises: a question, hints by step, and a check that runs the learner's answer.
 
-    question ─> answer ─> run on hidden cases ─> equal to the program? ─> right, and why it matters
+    question ─> answer ─> run on hidden cases ─> equal to the program? ─> right: why it matters
                                                      │
                                                      └─> equal to a known mistake? ─> its hint
                                                              │
@@ -17,6 +17,7 @@ gets a remark, never a traceback.
 
 from __future__ import annotations
 
+import dis
 import html
 import inspect
 import math
@@ -27,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -99,10 +101,10 @@ class Exercise:
         """Run an answer on hidden cases and return a remark on it; never raise.
 
         Args:
-            answer: as the question requests; `...` is no answer yet.
+            answer: as the question requests; `...`, or a function that returns it, is none yet.
         """
-        if answer is None or answer is ...:
-            return Remark("not answered yet", f"`{self.form}`; a hint is `exercise.hint()`.")
+        if answer is None or answer is ... or _returns_ellipsis(answer):
+            return Remark("not answered yet", "A hint is `exercise.hint()`.")
         try:
             self.grade(answer)
         except WrongAnswer as mistake:
@@ -120,6 +122,14 @@ class Exercise:
         form = f"<p>The answer: <code>{html.escape(self.form)}</code></p>"
         title = f"<b>Exercise</b> <code>{html.escape(self.name)}</code><br>"
         return _box(_COLOURS["hint"], title + _marked(self.question) + form)
+
+
+def _returns_ellipsis(answer: Any) -> bool:
+    """Return True for a function that only returns `...`, as the cell of an open exercise does."""
+    if not isinstance(answer, FunctionType):
+        return False
+    steps = [step for step in dis.get_instructions(answer) if step.opname != "RESUME"]
+    return len(steps) <= 2 and steps[0].argval is ...
 
 
 # -- grading an answer ----------------------------------------------------------------------------
@@ -282,7 +292,8 @@ def _is_same_tensor(x: Any, y: Any) -> bool:
     if isinstance(x, fs.Sharded) or isinstance(y, fs.Sharded):
         return x is y
     try:
-        x, y = torch.as_tensor(x).detach(), torch.as_tensor(y).detach()
+        x = torch.as_tensor(x).detach()
+        y = torch.as_tensor(y).detach()
     except (TypeError, ValueError, RuntimeError):
         return False
     if x.shape != y.shape:

@@ -1,8 +1,8 @@
 """The exercises of the notebooks: a file a notebook, each with questions, hints and checks.
 
-Solutions are in the tests alone: `tests/testing/exercises` has one, and plausible wrong answers, for
-each exercise. An exercise is a row of `EXERCISES` in its topic's file: a question that one function
-answers, hidden cases, and the mistakes that one makes, each as a function with its hint.
+Solutions are in the tests alone: `tests/testing/exercises` has one, and plausible wrong answers,
+for each exercise. A topic's file has its questions, hidden cases, and the mistakes that are made
+most, each as a function with its hint.
 """
 
 from __future__ import annotations

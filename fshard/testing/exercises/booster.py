@@ -38,14 +38,16 @@ def _run_loss(function: Any, n: int) -> list[Any]:
 LOSS = Exercise(
     "booster.loss",
     'In a loop, each device of "data" has the `loss` of its own rows, a tensor with a graph. Return'
-    " what should be printed: the loss of the entire batch, equal on all devices, a tensor without a"
+    " what should be printed: the loss of the entire batch, equal on all devices, a tensor"
+    " without a"
     " graph. All devices have as many rows.",
     "answer(loss)",
     (
         "Each device has a mean of its rows; the loss of the batch is their mean.",
         "`loss.detach()`, and a collective.",
     ),
-    "A loss that is printed by device 0 alone is that of an n-th of the batch: noisier, by sqrt(n).",
+    "A loss that is printed by device 0 alone is that of an n-th of the batch: noisier, by"
+    " sqrt(n).",
     lambda answer: grade_cases(
         answer,
         "answer(loss)",
@@ -83,7 +85,8 @@ def _grade_plugin(answer: Any) -> None:
         model = nn.Linear(64, 64, bias=False, device="meta")
         optimizer = torch.optim.AdamW(model.parameters())
         state = fs.Booster(plugin).init(model, optimizer, nn.MSELoss())
-        params, moments = _bytes_of(state.params), _bytes_of(state.optimizer)
+        params = _bytes_of(state.params)
+        moments = _bytes_of(state.optimizer)
         if params < 64 * 64 * 4:
             raise WrongAnswer(
                 f"On {n} devices each stores {params} bytes of parameters, a shard. They are then"
@@ -190,9 +193,8 @@ ADAPTER = Exercise(
             'The bias is frozen, too: `bias="none"` is the default.': (
                 lambda inputs, outputs, rank: rank * (inputs + outputs) + outputs
             ),
-            "That would be full matrices. The factors are narrow: they have `rank` rows or columns.": (
-                lambda inputs, outputs, rank: rank * inputs * outputs
-            ),
+            "That would be full matrices. The factors are narrow: they have `rank` rows or"
+            " columns.": (lambda inputs, outputs, rank: rank * inputs * outputs),
             "The weight itself is frozen; its difference alone is trained.": (
                 lambda inputs, outputs, rank: rank * (inputs + outputs) + inputs * outputs
             ),

@@ -188,7 +188,8 @@ def _grade_leaf(name: str, leaf: Any, layout: fs.Layout) -> None:
 
 RESTORED = Exercise(
     "checkpoints.restored",
-    "A checkpoint at `path` has the arrays `w` and `norm` and a number `steps`, from a mesh of three"
+    "A checkpoint at `path` has the arrays `w` and `norm` and a number `steps`, from a mesh of"
+    " three"
     ' devices. Restore it on `mesh`, of the axis "data": `norm` replicated, all other arrays flat,'
     " as FSDP has them.",
     "answer(path, mesh)",

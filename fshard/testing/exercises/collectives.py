@@ -142,9 +142,8 @@ def _grade_scatter(answer: Any) -> None:
             " other: they must still be added.": (
                 lambda n: [torch.cat([x.chunk(n)[i] for x in _rows(n)]) for i in range(n)]
             ),
-            "These are the sums of all shards of the device's own vector. Exchange before adding.": (
-                lambda n: [x.view(n, -1).sum(0) for x in _rows(n)]
-            ),
+            "These are the sums of all shards of the device's own vector. Exchange before"
+            " adding.": (lambda n: [x.view(n, -1).sum(0) for x in _rows(n)]),
             "All devices have the sum of all. Each keeps its own shard alone.": (
                 lambda n: [torch.stack(_rows(n)).sum(0)] * n
             ),
@@ -189,7 +188,8 @@ def _gather_gradient(n: int) -> float:
 GATHERED = Exercise(
     "collectives.gathered",
     "Each of `n` devices has one number. All gather the vector, and device i (0, 1, ...) has the"
-    " loss `(i + 1) * vector.sum()`. What is the gradient of the sum of these losses with respect to"
+    " loss `(i + 1) * vector.sum()`. What is the gradient of the sum of these losses with"
+    " respect to"
     " the number of device 0?",
     "answer(n)",
     (
@@ -220,7 +220,8 @@ def _shifted(n: int) -> list[Tensor]:
 SHIFT = Exercise(
     "collectives.shift",
     "Every device has a tensor `x`. Write the function after which device i has that of device"
-    " i - 1, and device 0 that of the last one, on any number of devices. One collective is enough.",
+    " i - 1, and device 0 that of the last one, on any number of devices. One collective is"
+    " enough.",
     "answer(x)",
     (
         '`fs.ppermute(x, "data", pairs)` sends along pairs of (source, destination).',

@@ -41,7 +41,8 @@ def _run_route(function: Any, tokens: int, experts: int, k: int) -> Any:
 WEIGHTS = Exercise(
     "experts.weights",
     "A router has the `logits` (tokens, experts). Return the weights of the `k` experts of each"
-    " token, (tokens, k), the largest first: their shares of the softmax, such that those of a token"
+    " token, (tokens, k), the largest first: their shares of the softmax, such that those of a"
+    " token"
     " sum to 1.",
     "answer(logits, k)",
     (
@@ -55,7 +56,8 @@ WEIGHTS = Exercise(
         _CHOICES,
         _weights,
         {
-            "They do not sum to 1: the experts that were not chosen have the rest. Divide by the sum"
+            "They do not sum to 1: the experts that were not chosen have the rest. Divide by the"
+            " sum"
             " of those that were.": _unnormalized,
             "These are the logits themselves. Weights are positive and sum to 1.": (
                 lambda tokens, experts, k: _logits(tokens, experts).topk(k, 1).values
@@ -145,7 +147,8 @@ def _usage(n: int) -> tuple[PerDevice, PerDevice]:
 
 def _balance(n: int) -> list[Tensor]:
     loads, scores = _usage(n)
-    mean_load, mean_score = torch.stack([*loads]).mean(0), torch.stack([*scores]).mean(0)
+    mean_load = torch.stack([*loads]).mean(0)
+    mean_score = torch.stack([*scores]).mean(0)
     return [4 * (mean_load * mean_score).sum()] * n
 
 
@@ -162,7 +165,8 @@ def _own_balances(n: int) -> list[Tensor]:
 
 BALANCE = Exercise(
     "experts.balance",
-    "The loss that keeps experts evenly used is E * sum(load * score), over E experts: `load` is the"
+    "The loss that keeps experts evenly used is E * sum(load * score), over E experts: `load` is"
+    " the"
     " fraction of the tokens that an expert gets, `score` its mean score. A device has both of its"
     ' own tokens, as vectors; devices along "data" have as many. Return the loss of the batch, on'
     " each device.",
@@ -171,7 +175,8 @@ BALANCE = Exercise(
         "Is the mean of products the product of means?",
         "Average `load` and `score` over devices first, then multiply.",
     ),
-    "With the mean of local losses the model depends on the number of devices: a loss that is no sum"
+    "With the mean of local losses the model depends on the number of devices: a loss that is no"
+    " sum"
     " over tokens must be made of sums that are.",
     lambda answer: grade_cases(
         answer,

@@ -36,7 +36,7 @@ def _train(run: Any) -> int:
 
 @cache
 def _survives(lost: tuple[int, ...], devices: int, copies: int) -> bool:
-    """Kill virtual devices of a run, and return True if it goes on from its last step."""
+    """Kill virtual devices of a run, and return True if it continues from its last step."""
     run = fs.elastic(_mesh_of, devices=devices, copies=copies)(_train)
     try:
         with kill(*lost, at=_SECOND_STEP):
@@ -136,7 +136,8 @@ def _best_interval(save: float, hours: float, devices: int) -> float:
     """Search the interval with the least loss, by thirds."""
     low, high = 1e-3, 1e7
     for _ in range(200):
-        left, right = low + (high - low) / 3, high - (high - low) / 3
+        left = low + (high - low) / 3
+        right = high - (high - low) / 3
         if _lost_share(left, save, hours, devices) < _lost_share(right, save, hours, devices):
             high = right
         else:
@@ -194,7 +195,8 @@ INTERVAL = Exercise(
     "answer(save, hours, devices)",
     (
         "With an interval T, save / T of the time goes to saving, and T / 2 is lost per failure.",
-        "M = 3600 * hours / devices seconds are between two failures: minimize save / T + T / (2 M).",
+        "M = 3600 * hours / devices seconds are between two failures: minimize save / T + T / (2"
+        " M).",
         "T = sqrt(2 * save * M).",
     ),
     "Young's rule of 1974. Sixteen times as many devices: four times as often.",

@@ -91,8 +91,10 @@ def _loss_of_device(params: Any, x: Tensor, y: Tensor, loss_of: Any) -> Any:
 
 REDUCE = Exercise(
     "from_nothing.reduce",
-    "Data parallelism. Each device has all `params`, a list of matrices, and its rows `x`, `y` of the"
-    " batch. Return the loss of the entire batch and its gradient, a list: `(loss, grads)`, equal on"
+    "Data parallelism. Each device has all `params`, a list of matrices, and its rows `x`, `y`"
+    " of the"
+    " batch. Return the loss of the entire batch and its gradient, a list: `(loss, grads)`,"
+    " equal on"
     " all devices, by one collective. `loss_of(params, x, y)` is the loss on one device.",
     "answer(params, x, y, loss_of)",
     (
@@ -151,14 +153,16 @@ def _states(n: int) -> list[Any]:
 
 
 def _run_state(function: Any, n: int) -> Any:
-    params, moments = _model(n)[0], _shards(_momentum(n), n)
+    params = _model(n)[0]
+    moments = _shards(_momentum(n), n)
     with fs.ledger() as comm:
         results = on_devices(function, fs.make_mesh({"data": n}), params, moments, _local_grads(n))
     textbook = 2 * Fraction(n - 1, n) * sum(w.nbytes for w in params)
     if is_same(results, _states(n)) and comm.bytes() > textbook:
         raise WrongAnswer(
             f"The values are right, but a device sends {float(comm.bytes()):g} bytes, and"
-            f" {float(textbook):g} are enough: reduce-scatter the gradients, update your rows, gather"
+            f" {float(textbook):g} are enough: reduce-scatter the gradients, update your rows,"
+            " gather"
             " the parameters."
         )
     return results
@@ -199,7 +203,8 @@ def _without_momentum(params: Any, moments: Any, grads: Any) -> Any:
 
 STATE = Exercise(
     "from_nothing.state",
-    "ZeRO-2. `params` are full; of the momentum each device has its rows alone, `moments`; `grads` are"
+    "ZeRO-2. `params` are full; of the momentum each device has its rows alone, `moments`;"
+    " `grads` are"
     " the full gradients of the device's own rows of the batch. Make the step m = 0.9 m + g,"
     " w = w - 0.1 m, with g the mean over devices. Return the full new parameters and the device's"
     " rows of the momentum, `(params, moments)`, lists. Send no more than a `psum` would.",
@@ -221,9 +226,8 @@ STATE = Exercise(
             "The gradient is summed, not averaged: the loss is a mean over the batch.": (
                 lambda n: _run_state(_without_mean, n)
             ),
-            "The rows are updated by the device's own gradient. Those of the others must be added.": (
-                lambda n: _run_state(_without_sum, n)
-            ),
+            "The rows are updated by the device's own gradient. Those of the others must be"
+            " added.": (lambda n: _run_state(_without_sum, n)),
             "The parameters move by the gradient. They should move by the momentum.": (
                 lambda n: _run_state(_without_momentum, n)
             ),
@@ -283,7 +287,8 @@ PARAMS = Exercise(
     "from_nothing.params",
     "ZeRO-3. A device has its rows of each weight, the list `shards`, and its rows `x`, `y` of the"
     " batch. Return the loss of the entire batch, as a function that autograd differentiates to the"
-    " device's rows of the gradient: for each weight x = tanh(x @ w), then the mean square of x - y."
+    " device's rows of the gradient: for each weight x = tanh(x @ w), then the mean square of x"
+    " - y."
     " No device should have two full weights for longer than it must: gather each at its use.",
     "answer(shards, x, y)",
     (
@@ -316,18 +321,18 @@ PARAMS = Exercise(
 # -- 4. prefetch ----------------------------------------------------------------------------------
 
 
-class _Recorder:
+class _GatherRecorder:
     """Gathers of layers that take until they are waited for, and the order of all calls."""
 
     def __init__(self, shards: int) -> None:
         self.events: list[tuple[str, int]] = []
         self.shards = [torch.tensor(float(i)) for i in range(shards)]
 
-    def start(self, shard: Any) -> _Handle:
+    def start(self, shard: Any) -> _GatherHandle:
         """Start to gather a shard."""
         number = self._number_of(shard)
         self.events.append(("start", number))
-        return _Handle(self, number)
+        return _GatherHandle(self, number)
 
     def layer(self, weight: Any, x: Tensor) -> Tensor:
         """Compute a layer."""
@@ -345,8 +350,8 @@ class _Recorder:
         raise WrongAnswer("`start` takes one of the shards.")
 
 
-class _Handle:
-    def __init__(self, recorder: _Recorder, number: int) -> None:
+class _GatherHandle:
+    def __init__(self, recorder: _GatherRecorder, number: int) -> None:
         self._recorder = recorder
         self._number = number
 
@@ -359,7 +364,7 @@ class _Handle:
 def _grade_prefetch(answer: Any) -> None:
     function = as_function(answer, "answer(shards, x, start, layer)")
     for layers in (1, 4):
-        recorder = _Recorder(layers)
+        recorder = _GatherRecorder(layers)
         result = function(recorder.shards, torch.zeros(()), recorder.start, recorder.layer)
         expected = torch.zeros(())
         for number in range(layers):
@@ -388,15 +393,18 @@ def _grade_events(events: list[tuple[str, int]], layers: int) -> None:
         early = [n for kind, n in events[:place] if kind == "start" and n > ahead]
         if early:
             raise WrongAnswer(
-                f"While layer {number} computes, layer {early[0]} is gathered already: the full model"
+                f"While layer {number} computes, layer {early[0]} is gathered already: the full"
+                " model"
                 " is in memory again. One ahead is enough."
             )
 
 
 PREFETCH = Exercise(
     "from_nothing.prefetch",
-    "Prefetch. `start(shard)` starts to gather and returns a handle, whose `wait()` returns the full"
-    " weight; `layer(w, x)` computes. Apply all layers to `x`, such that while one computes the next"
+    "Prefetch. `start(shard)` starts to gather and returns a handle, whose `wait()` returns the"
+    " full"
+    " weight; `layer(w, x)` computes. Apply all layers to `x`, such that while one computes the"
+    " next"
     " weight, and no other, is on its way. Return the last result.",
     "answer(shards, x, start, layer)",
     (
@@ -467,7 +475,8 @@ def _step_of(loss_fn: Any, *, is_momentum_used: bool = True) -> Callable[..., An
 STEP = Exercise(
     "from_nothing.step",
     "A training step of ZeRO-3, all of it: from the device's rows of weights and momentum, `shards`"
-    " and `moments`, and its rows of the batch, to `(shards, moments, loss)`, with m = 0.9 m + g and"
+    " and `moments`, and its rows of the batch, to `(shards, moments, loss)`, with m = 0.9 m + g"
+    " and"
     " w = w - 0.1 m. The check trains three steps in float64 on two and three devices, and on one.",
     "answer(shards, moments, x, y)",
     (
@@ -475,7 +484,8 @@ STEP = Exercise(
         "`torch.func.grad_and_value(loss)(shards, x, y)` returns the shards of the gradient.",
         "The update is elementwise, so it runs on shards as it is.",
     ),
-    "Put it into a file, and `fshard certify` compares it in processes: the last block of the page.",
+    "Put it into a file, and `fshard certify` compares it in processes: the last block of the"
+    " page.",
     lambda answer: grade_cases(
         answer,
         "answer(shards, moments, x, y)",
@@ -489,9 +499,8 @@ STEP = Exercise(
             "The loss is n times too large, and so is each step: average it.": (
                 lambda n: _run_steps(_step_of(_summed_loss), n)
             ),
-            "Each device returns the loss of its own rows, and gradients are summed, not averaged.": (
-                lambda n: _run_steps(_step_of(_local_loss), n)
-            ),
+            "Each device returns the loss of its own rows, and gradients are summed, not"
+            " averaged.": (lambda n: _run_steps(_step_of(_local_loss), n)),
             "The momentum is updated and not used: the weights move by the gradient.": (
                 lambda n: _run_steps(_step_of(_with_gather(), is_momentum_used=False), n)
             ),

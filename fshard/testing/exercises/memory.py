@@ -72,7 +72,8 @@ def _grade_in_place(answer: Any) -> None:
             raise WrongAnswer("The values are not `torch.tanh(x) * 2 + 1`.")
         if peak > 1.5 * x.nbytes:
             raise WrongAnswer(
-                f"Beside {x.nbytes} bytes of x the peak is {peak}: while a product is made, its operand"
+                f"Beside {x.nbytes} bytes of x the peak is {peak}: while a product is made, its"
+                " operand"
                 " is there, too. Change your own tensors in place: `mul_`, `add_`, or `out=`."
             )
 
@@ -127,7 +128,8 @@ def _grade_recompute(answer: Any) -> None:
         saved = (_LAYERS + 8) * one
         if peak > saved:
             raise WrongAnswer(
-                f"The peak is {peak / one:.1f} activations: all three of each of {_LAYERS} layers are"
+                f"The peak is {peak / one:.1f} activations: all three of each of {_LAYERS}"
+                " layers are"
                 " saved for the backward. Keep the input of each layer alone."
             )
 
@@ -135,7 +137,8 @@ def _grade_recompute(answer: Any) -> None:
 RECOMPUTE = Exercise(
     "memory.recompute",
     "`layer(w, x)` saves three activations for its backward. Write the loss of a stack of them, one"
-    " for each `w` of `weights`: `.square().mean()` of the last result, such that of each layer only"
+    " for each `w` of `weights`: `.square().mean()` of the last result, such that of each layer"
+    " only"
     " the input is saved, and the rest is computed again in the backward.",
     "answer(weights, x, layer)",
     (

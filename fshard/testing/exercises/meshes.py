@@ -109,7 +109,8 @@ def _grade_neighbours(answer: Any) -> None:
         ) from None
     if order != _order(P(("model", "data")), 2, 3):
         raise WrongAnswer(
-            'The first axis of the tuple is the major one: with `("data", "model")` neighbours along'
+            'The first axis of the tuple is the major one: with `("data", "model")` neighbours'
+            " along"
             ' "model" have neighbouring shards. Here they are those along "data".'
         )
 

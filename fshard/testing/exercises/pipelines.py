@@ -89,7 +89,7 @@ ENOUGH = Exercise(
 
 
 @cache
-def _held(stage: int, stages: int, microbatches: int) -> int | Fraction:
+def _held(stage: int, stages: int, microbatches: int) -> Any:
     schedule = fs.pipeline_schedule("1f1b", stages=stages, microbatches=microbatches)
     return schedule.simulate().peak_activations[stage]
 
@@ -157,7 +157,8 @@ def _grade_text(text: str, microbatches: int) -> None:
     held = tuple(schedule.simulate().peak_activations)
     if held[0] > 2 or held[1] > 1:
         raise WrongAnswer(
-            f"It runs, but with {microbatches} microbatches the devices hold {held[0]} and {held[1]}"
+            f"It runs, but with {microbatches} microbatches the devices hold {held[0]} and"
+            f" {held[1]}"
             " activations; 2 and 1 are possible. A backward must come as early as it can."
         )
     best = fs.pipeline_schedule("1f1b", stages=2, microbatches=microbatches).simulate().makespan

@@ -20,7 +20,8 @@ def _layer(hidden: int, ffn: int, heads: int, kv_heads: int) -> int:
 PARAMETERS = Exercise(
     "plans.parameters",
     "How many parameters has a layer of Llama? q and the output are (hidden, hidden); k and v have"
-    " `kv_heads` of `heads` heads; the MLP is gated: three matrices of hidden x `ffn`; and there are"
+    " `kv_heads` of `heads` heads; the MLP is gated: three matrices of hidden x `ffn`; and there"
+    " are"
     " two norms of `hidden` weights.",
     "answer(hidden, ffn, heads, kv_heads)",
     (
@@ -74,7 +75,8 @@ def _plans() -> list[tuple[fs.Parallelism]]:
 
 BATCH = Exercise(
     "plans.batch",
-    "How many rows has the global batch of a step by the `plan`, an `fs.Parallelism`? `plan.rows` is"
+    "How many rows has the global batch of a step by the `plan`, an `fs.Parallelism`?"
+    " `plan.rows` is"
     " the number in a microbatch of one device, `plan.microbatches` their number.",
     "answer(plan)",
     (
@@ -119,7 +121,8 @@ def _grade_layout(answer: Any) -> None:
             )
         if plan.zero_stage < 1:
             raise WrongAnswer(
-                "Each device stores the state of its layers in full: `zero_stage=1` divides it along"
+                "Each device stores the state of its layers in full: `zero_stage=1` divides it"
+                " along"
                 " data, at no more bytes on the wire."
             )
         if plan.zero_stage > 1:

@@ -109,9 +109,12 @@ def _of_maximum(seed: int, clip: float) -> Tensor:
 
 CLIPPED = Exercise(
     "reinforcement.clipped",
-    "Write the clipped loss of PPO: `logp` and `old` are the log-probabilities of the tokens now and"
-    " when they were drawn, `advantage` that of each token. The ratio of probabilities is clipped to"
-    " 1 - `clip` ... 1 + `clip`; of the two products the pessimistic one counts. Return the mean, to"
+    "Write the clipped loss of PPO: `logp` and `old` are the log-probabilities of the tokens now"
+    " and"
+    " when they were drawn, `advantage` that of each token. The ratio of probabilities is"
+    " clipped to"
+    " 1 - `clip` ... 1 + `clip`; of the two products the pessimistic one counts. Return the"
+    " mean, to"
     " be minimized.",
     "answer(logp, old, advantage, clip)",
     (
@@ -164,7 +167,8 @@ def _raw(rows: int, length: int) -> Tensor:
 
 LOGP = Exercise(
     "reinforcement.logp",
-    "A model returns `logits` (rows, length, words) for `tokens` (rows, length): those at a position"
+    "A model returns `logits` (rows, length, words) for `tokens` (rows, length): those at a"
+    " position"
     " are for the next token. Return the log-probabilities of the tokens after the first,"
     " (rows, length - 1).",
     "answer(logits, tokens)",
@@ -180,9 +184,8 @@ LOGP = Exercise(
         [(2, 4), (3, 6)],
         _logp,
         {
-            "The logits of a position are scored against its own token. They are for the next one.": (
-                _unshifted
-            ),
+            "The logits of a position are scored against its own token. They are for the next"
+            " one.": (_unshifted),
             "Shifted by one too little: the last logits have no next token here.": (
                 lambda rows, length: _unshifted(rows, length)[:, 1:]
             ),

@@ -102,7 +102,8 @@ def _run_merge(function: Any, seed: int) -> Any:
 
 def _merged_by_exp(seed: int) -> Tensor:
     out1, log1, out2, log2, _ = _halves(seed)
-    w1, w2 = log1.exp()[:, None], log2.exp()[:, None]
+    w1 = log1.exp()[:, None]
+    w2 = log2.exp()[:, None]
     return (out1 * w1 + out2 * w2) / (w1 + w2)
 
 
@@ -127,9 +128,8 @@ MERGE = Exercise(
         {
             "Right for small scores; for large ones `exp` overflows. Only the difference of the two"
             " logarithms matters.": _merged_by_exp,
-            "The mean weighs both halves alike. The half with larger scores has the larger share.": (
-                lambda seed: (_halves(seed)[0] + _halves(seed)[2]) / 2
-            ),
+            "The mean weighs both halves alike. The half with larger scores has the larger"
+            " share.": (lambda seed: (_halves(seed)[0] + _halves(seed)[2]) / 2),
             "Each result is already divided by the sum of its half: the two do not add up.": (
                 lambda seed: _halves(seed)[0] + _halves(seed)[2]
             ),

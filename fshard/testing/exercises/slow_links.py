@@ -105,7 +105,8 @@ def _grade_feedback(answer: Any) -> None:
         expected = _rolled(_with_feedback, _largest)[0]
         if not torch.allclose(torch.stack(messages), torch.stack(expected), atol=1e-5):
             raise WrongAnswer(
-                "Nothing is lost, but the residual is not used: compress the sum of the gradient and"
+                "Nothing is lost, but the residual is not used: compress the sum of the gradient"
+                " and"
                 " the residual."
             )
         return
@@ -115,14 +116,16 @@ def _grade_feedback(answer: Any) -> None:
         if is_equal and torch.allclose(residual, wrong_residual, atol=1e-5):
             raise WrongAnswer(text)
     raise WrongAnswer(
-        "Something is lost: after six steps the sum of what was sent, plus the residual, must be the"
+        "Something is lost: after six steps the sum of what was sent, plus the residual, must be"
+        " the"
         f" sum of the gradients. It differs by up to {float(lost.abs().max()):.3f}."
     )
 
 
 def _rolled(function: Any, compress: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], Tensor]:
     """Return the messages of six steps, and the last residual."""
-    residual, messages = torch.zeros(5), []
+    residual = torch.zeros(5)
+    messages = []
     for grad in _gradients():
         pair = call(function, grad, residual, compress)
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -195,10 +198,12 @@ def _grade_ring(answer: Any) -> None:
             raise WrongAnswer(f"The answer must be an n x n tensor; for n = {n} it is not.")
         matrix = matrix.double()
         ones = torch.ones(n, dtype=torch.float64)
-        rows, columns = matrix.sum(1), matrix.sum(0)
+        rows = matrix.sum(1)
+        columns = matrix.sum(0)
         if not torch.allclose(rows, ones) or not torch.allclose(columns, ones):
             raise WrongAnswer(
-                "Rows and columns must sum to 1: a row, so that equal values stay; a column, so that"
+                "Rows and columns must sum to 1: a row, so that equal values stay; a column, so"
+                " that"
                 " the mean stays."
             )
         near = torch.eye(n, dtype=torch.bool)

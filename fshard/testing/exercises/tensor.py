@@ -26,7 +26,7 @@ _ROWS, _WIDTH, _HIDDEN = 4, 12, 24
 
 
 def _sent_by_pair(up: P, down: P, n: int) -> Fraction:
-    """Count the bytes of a forward of two linear layers with these layouts, by the rules of arrays."""
+    """Count the bytes of a forward of two linear layers with these layouts on arrays."""
     mesh = fs.make_mesh({"t": n})
     x = fs.device_put(torch.ones(_ROWS, _WIDTH), fs.Layout(mesh, P()))
     w1 = fs.device_put(torch.ones(_HIDDEN, _WIDTH), fs.Layout(mesh, up))
@@ -60,13 +60,16 @@ def _grade_pair(answer: Any) -> None:
 
 PAIR = Exercise(
     "tensor.pair",
-    "`F.linear(torch.relu(F.linear(x, up)), down)` runs on arrays; `x` is replicated. Choose layouts"
+    "`F.linear(torch.relu(F.linear(x, up)), down)` runs on arrays; `x` is replicated. Choose"
+    " layouts"
     ' of the two weights, each (out, in), over the axis "t", such that each device stores its share'
     " and the forward sends as little as possible: one sum of the result.",
     "answer = (P(...), P(...))",
     (
-        "`relu` needs full values, not summands: the first product must not sum over a sharded dim.",
-        'So the first weight is sharded along its outputs: `P("t")`. Along which dim is its result?',
+        "`relu` needs full values, not summands: the first product must not sum over a sharded"
+        " dim.",
+        'So the first weight is sharded along its outputs: `P("t")`. Along which dim is its'
+        " result?",
         "The second weight is sharded along what it sums over: dim 1.",
     ),
     "Megatron's pair: one all-reduce for two products, of the narrow tensor, not of the wide one.",
@@ -177,7 +180,8 @@ def _sent_by_layers(tokens: int, width: int, n: int) -> int | Fraction:
     """Count the bytes of a pair of layers, forward and backward, on devices without values."""
     mesh = fs.make_mesh({"t": n}, runtime="abstract")
     mode = fs.tensor.mode("1d", ("t",), mesh)
-    x, w = torch.empty(tokens, width, device="meta"), torch.empty(4 * width, width, device="meta")
+    x = torch.empty(tokens, width, device="meta")
+    w = torch.empty(4 * width, width, device="meta")
     specs = P(), mode.weight, mode.next.weight
 
     def step(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -240,12 +244,6 @@ def _cross_entropy(n: int) -> list[Tensor]:
 def _log_sums(n: int) -> list[Tensor]:
     logits, _ = _logits(n)
     return [torch.logsumexp(logits, 1)] * n
-
-
-def _overflowing(n: int) -> list[Tensor]:
-    logits, labels = _logits(n)
-    chosen = logits.gather(1, labels[:, None]).squeeze(1)
-    return [logits.exp().sum(1).log() - chosen] * n
 
 
 def _run_loss(function: Any, n: int) -> list[Any]:

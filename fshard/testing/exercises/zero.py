@@ -44,7 +44,8 @@ def _stored(numbers: int, n: int, stage: Any) -> tuple[int, int, int]:
 
     gradient = fs.grad(loss_fn, mesh=mesh, batch=P("data"), gradients=opt.gradients)
     grads = gradient(params, torch.ones(n))
-    params_bytes, grads_bytes = _bytes_on_a_device(params), _bytes_on_a_device(grads)
+    params_bytes = _bytes_on_a_device(params)
+    grads_bytes = _bytes_on_a_device(grads)
     return params_bytes, grads_bytes, _bytes_on_a_device(opt.init(params))
 
 
@@ -54,7 +55,8 @@ def _flat_bytes(numbers: int, n: int, stage: int) -> int:
 
 FLAT_BYTES = Exercise(
     "zero.flat_bytes",
-    "A model has `numbers` parameters in float32 and is trained by Adam on `n` devices, which divide"
+    "A model has `numbers` parameters in float32 and is trained by Adam on `n` devices, which"
+    " divide"
     " `numbers`. How many bytes of parameters, gradients and optimizer state does one device store"
     " in ZeRO stage 0, 1, 2 or 3?",
     "answer(numbers, n, stage)",
@@ -288,7 +290,8 @@ GATHER = Exercise(
         [(3,), (4,)],
         _zero3,
         {
-            "Loss and gradient are n times too large: average by `fs.pmean`, do not add by `fs.psum`.": _zero3_scaled,
+            "Loss and gradient are n times too large: average by `fs.pmean`, do not add by"
+            " `fs.psum`.": _zero3_scaled,
             "The loss is right, but the gradient has the device's own rows alone. With"
             ' `to="replicated"` you promise that all devices compute the same with the weight;'
             " they do not.": _zero3_own_rows,

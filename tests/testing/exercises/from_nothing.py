@@ -27,7 +27,8 @@ def reduce_on_first(params, x, y, loss_of):
 
 
 def state(params, moments, grads, mean=True, gather=True, by_psum=False):
-    n, i = fs.axis_size("data"), fs.axis_index("data")
+    n = fs.axis_size("data")
+    i = fs.axis_index("data")
     if by_psum:
         grads = [g.chunk(n)[i] for g in fs.psum(grads, "data")]
     else:
@@ -40,7 +41,8 @@ def state(params, moments, grads, mean=True, gather=True, by_psum=False):
 
 
 def own_gradient(params, moments, grads):
-    n, i = fs.axis_size("data"), fs.axis_index("data")
+    n = fs.axis_size("data")
+    i = fs.axis_index("data")
     moments = [0.9 * m + g.chunk(n)[i] for m, g in zip(moments, grads, strict=True)]
     rows = [w.chunk(n)[i] - 0.1 * m for w, m in zip(params, moments, strict=True)]
     return fs.all_gather(rows, "data"), moments

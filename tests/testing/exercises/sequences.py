@@ -16,7 +16,8 @@ def merge(out1, log1, out2, log2):
 
 
 def merge_by_exp(out1, log1, out2, log2):
-    w1, w2 = log1.exp()[:, None], log2.exp()[:, None]
+    w1 = log1.exp()[:, None]
+    w2 = log2.exp()[:, None]
     return (w1 * out1 + w2 * out2) / (w1 + w2)
 
 
