@@ -5,6 +5,7 @@ worker of pytest share a kernel, and its names are deleted in between.  As a scr
 writes the outputs back, each from a fresh kernel.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import nbformat
 import pytest
 from jupyter_client.manager import KernelManager, start_new_kernel
 from nbclient import NotebookClient
+
+from fshard.testing.exercises import TOPICS, exercises
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -87,6 +90,34 @@ def test_notebook_runs(path, tmp_path, kernel):
     execute(notebook, tmp_path, kernel)
 
     assert not tame_cells(notebook), "these cells promise an error that does not come"
+
+
+TOPICS_OF_NOTEBOOKS = [topic for topic in TOPICS if topic != "from_nothing"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_opens_with_a_question_and_a_picture_that_installs(path):
+    question, install, picture, intro = nbformat.read(path, as_version=4).cells[:4]
+
+    assert re.fullmatch(r"# .+\n\n\*\*.+\?\*\*", question.source)
+    assert '%pip install -q "fshard[notebooks]"' in install.source
+    assert picture.source.startswith("import fshard as fs\n")
+    assert re.search(r"\*\d+ minutes .+ Afterwards you can .+\.\*$", intro.source)
+
+
+@pytest.mark.parametrize(
+    ("path", "topic"),
+    zip(NOTEBOOKS, TOPICS_OF_NOTEBOOKS, strict=True),
+    ids=TOPICS_OF_NOTEBOOKS,
+)
+def test_notebook_has_the_exercises_of_its_topic_in_order(path, topic):
+    source = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
+
+    names = re.findall(r'fs\.testing\.exercise\("([a-z_.]+)"\)', source)
+
+    assert names == [one.name for one in exercises(topic)]
+    assert 3 <= len(names) <= 5
+    assert source.count("exercise.check(answer)") == len(names)
 
 
 def anonymous(text):

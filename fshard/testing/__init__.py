@@ -4,6 +4,7 @@ certify        compares a sharded training run with one on one device: of loss f
                and optimizers
 programs       certifies a program or a script of plain torch.distributed: `certify_program`,
                `certify_script`, `fshard certify`
+exercises      of the notebooks, graded by the program: `exercise`
 kill           kills devices at chosen moments: `kill`, `moments`
 processes      runs a function in several processes: `run_processes(fn, n)`
 plugin         for pytest: the `mesh` fixture and marker
@@ -22,6 +23,7 @@ from fshard.testing.certify import (
     check_elementwise,
     dyadic_like,
 )
+from fshard.testing.exercises import exercise
 from fshard.testing.kill import kill, moments
 from fshard.testing.processes import Processes, run_processes
 from fshard.testing.programs import certify_program, certify_script
@@ -43,6 +45,7 @@ __all__ = [
     "certify_script",
     "check_elementwise",
     "dyadic_like",
+    "exercise",
     "kill",
     "moments",
     "run_processes",

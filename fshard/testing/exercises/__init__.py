@@ -1,0 +1,64 @@
+"""The exercises of the notebooks: a file a notebook, each with questions, hints and checks.
+
+Solutions are in the tests alone: `tests/testing/exercises` has one, and plausible wrong answers,
+for each exercise. A topic's file has its questions, hidden cases, and the mistakes that are made
+most, each as a function with its hint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+
+from fshard.testing.grading import Exercise
+
+TOPICS = (
+    "meshes",
+    "collectives",
+    "zero",
+    "pipelines",
+    "booster",
+    "tensor",
+    "sequences",
+    "checkpoints",
+    "memory",
+    "slow_links",
+    "experts",
+    "plans",
+    "reinforcement",
+    "failures",
+    "from_nothing",
+)
+"""In the order of the notebooks; the last is the guide that builds ZeRO from nothing."""
+
+
+def exercises(topic: str) -> tuple[Exercise, ...]:
+    """Return the exercises of a topic, in order.
+
+    >>> [one.name for one in exercises("zero")][0]
+    'zero.flat_bytes'
+    """
+    if topic not in TOPICS:
+        raise ValueError(f"exercises: topic must be one of {', '.join(TOPICS)}; got {topic!r}.")
+    return import_module(f"fshard.testing.exercises.{topic}").EXERCISES
+
+
+def exercise(name: str) -> Exercise:
+    """Return an exercise: its question, `hint()`, and `check(answer)`.
+
+    The check runs the answer on sizes and meshes that the question does not name, and returns a
+    remark: why it matters, or the mistake. It never raises.
+
+    Args:
+        name: such as "zero.flat_bytes": a topic and an exercise of it.
+
+    >>> one = exercise("zero.flat_bytes")
+    >>> one.check(lambda numbers, n, stage: 16 * numbers).is_right
+    False
+    """
+    topic = name.partition(".")[0]
+    names = [one.name for one in exercises(topic)]
+    if name not in names:
+        raise ValueError(f"exercise: name must be one of {', '.join(names)}; got {name!r}.")
+    found = exercises(topic)[names.index(name)]
+    return replace(found, hints_shown=0)
