@@ -98,6 +98,8 @@ class MemoryUsage(Tabular):
         self.timeline: list[StepEvent] = []  # from each mark to the next
         # The bytes in device memory now, of all devices together.
         self.purposes: Counter[Purpose] = Counter()
+        # The most bytes in device memory since a recorder last set it: between two operations too.
+        self.highest = 0
         self._blocks: dict[ref[Any], MemoryBlock] = {}
         self._dead: deque[ref[Any]] = deque()
         self._addresses = count(1 << 20, 1 << 12)
@@ -272,8 +274,10 @@ class MemoryUsage(Tabular):
             limit = self.limits.get(kind)
             if limit is not None and total > limit:
                 raise self._beyond(block, size, total, limit)
-            if kind == "device" and self.timeline:
-                self.timeline[-1].peak = max(self.timeline[-1].peak, total)
+            if kind == "device":
+                self.highest = max(self.highest, total)
+                if self.timeline:
+                    self.timeline[-1].peak = max(self.timeline[-1].peak, total)
             if total > self._peaks[kind][0]:
                 self._peaks[kind] = (total, Lines())
                 self._rising[kind] = self._fullest(kind) if device is None else device

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ from fshard.plan.formulas import (
     layers_of_stages,
     least_bytes_of_device,
     microbatches_in_flight,
+    shards_gradients,
     shards_params,
     sum_seconds,
     update_seconds,
@@ -44,8 +46,12 @@ from fshard.plan.formulas import (
 )
 from fshard.plan.layers import LayerCost, LayerTracer, ModelCost
 from fshard.plan.programs.shortened import (
+    FEWEST_LAYERS,
+    FEWEST_WITH_EXPERTS,
+    FEWEST_WITH_REPLICAS,
     ProgramCost,
     cost_of_program,
+    layers_of_programs,
     size_of_programs,
     steps_of_program,
 )
@@ -140,8 +146,39 @@ class PlanEstimate:
         """The layers, times microbatches, that run for the cost of the program."""
         if self._is_by_stages:
             return size_of_stages(self.plan, self._program_steps)
-        has_experts = bool(self.tracer.model.experts)
-        return size_of_programs(self.layers, self.plan, self._program_steps, has_experts)
+        return size_of_programs(self._layers_of_programs, self.plan, self._program_steps)
+
+    @cached_property
+    def _layers_of_programs(self) -> list[int]:
+        """The layers of each program that runs, if none is of four stages."""
+        least = FEWEST_LAYERS
+        if self.tracer.model.experts:
+            least = FEWEST_WITH_EXPERTS
+        if self.plan.replicas > 1:
+            least = FEWEST_WITH_REPLICAS
+        waiting = self._layers_behind_the_last_gradients
+        if waiting < self.layers:
+            least = max(least, waiting + 1)
+        gradients = self.model.layer.parameters  # a gradient has the dtype of its parameter
+        return layers_of_programs(self.layers, self.plan, least, gradients)
+
+    @property
+    def _layers_behind_the_last_gradients(self) -> int:
+        """The layers whose gradients wait while those of what is after the layers are reduced.
+
+        A model has a large head: while a layer's backward takes longer than its reduction, each
+        layer shortens the queue of the network. It is never empty if a reduction takes longer.
+        """
+        plan = self.plan
+        reduces_each_backward = plan.microbatches == 1 or shards_gradients(plan)
+        if plan.in_stages or shards_params(plan) or not reduces_each_backward:
+            return 0
+        layer = self.model.layer
+        # A gradient that is no sum of several has the dtype, and the bytes, of its parameter.
+        shortening = layer.backward - self._seconds_to_reduce(layer.parameters)
+        if shortening <= 0:
+            return 0
+        return ceil(self._seconds_to_reduce(self.model.last.parameters) / shortening)
 
     @property
     def _is_by_stages(self) -> bool:
@@ -166,7 +203,7 @@ class PlanEstimate:
             known = self.tracer.measured_stages
             more = self._seconds_after_layers - self._with_few_data()._seconds_after_layers
             return cost_of_stages(model, self.plan, self.cluster, steps, layers, more, known)
-        return cost_of_program(model, self.plan, self.cluster, steps)
+        return cost_of_program(model, self.plan, self.cluster, steps, self._layers_of_programs)
 
     def _with_few_data(self) -> PlanEstimate:
         return replace(self, plan=replace(self.plan, data=data_of_program(self.plan)))
@@ -342,16 +379,19 @@ class PlanEstimate:
         reduced them beside the backwards. Then what a device has is all-reduced along "replica".
         They begin with the last microbatch's backward, and run beside the shortest one.
         """
-        plan = self.plan
-        has_sums = cast(int, plan.microbatches) > 1
+        has_sums = cast(int, self.plan.microbatches) > 1
         gradients = device.sums if has_sums else device.gradients
+        backward = min([stage.backward for stage in self.stages])
+        return self._side_by_side(backward, self._seconds_to_reduce(gradients)) - backward
+
+    def _seconds_to_reduce(self, gradients: int) -> float:
+        """Return the seconds in which all devices reduce some bytes of gradients."""
+        plan = self.plan
         seconds = self._exchange(gradients) if plan.zero_stage < 3 else 0.0
         if plan.zero_stage == 0:
             seconds *= 2
         shard = gradients / (cast(int, plan.data) if plan.zero_stage else 1)
-        seconds += 2 * self._exchange(shard, "replica")
-        backward = min([stage.backward for stage in self.stages])
-        return self._side_by_side(backward, seconds) - backward
+        return seconds + 2 * self._exchange(shard, "replica")
 
     @cached_property
     def formula_terms(self) -> dict[str, float]:

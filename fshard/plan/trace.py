@@ -63,6 +63,7 @@ class Operation(NamedTuple):
             others.
         traffic: the bytes of its arguments and results.
         memory: the bytes in device memory after it, by `PURPOSES`.
+        peak: the most bytes since the operation before it, with those that collectives will write.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Operation(NamedTuple):
     flops: int
     traffic: int
     memory: tuple[int, ...] = ()
+    peak: int = 0
 
 
 def dtype_of_products(operations: Iterable[Operation]) -> str:
@@ -201,8 +203,10 @@ class StepRecorder(CountStorages):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         is_counted = result is not NotImplemented and self in counting().counters
         packet = func.overloadpacket
-        if is_counted and not func.is_view and packet not in _WITHOUT_TRAFFIC:
-            named = kwargs or {}
+        named = kwargs or {}
+        is_run = is_counted and not func.is_view and packet not in _WITHOUT_TRAFFIC
+        # torch launches nothing for results without elements, such as shards of other stages.
+        if is_run and _has_elements(result, (*args, *named.values())):
             flops = 0
             if packet in flop_registry:
                 flops = flop_registry[packet](*args, **named, out_val=result)
@@ -220,7 +224,9 @@ class StepRecorder(CountStorages):
         unit = timeline[-1].name if timeline else "begin"
         memory = tuple([self.usage.purposes[purpose] for purpose in PURPOSES])
         traffic = sum(sizes.values())
-        self._events.append(Operation(name, unit, dtype_name(dtype), flops, traffic, memory))
+        peak = max(self.usage.highest, sum(memory))
+        self.usage.highest = 0
+        self._events.append(Operation(name, unit, dtype_name(dtype), flops, traffic, memory, peak))
 
     def reserve(self, delivery: object, xs: Sequence[Tensor], count: int) -> None:
         super().reserve(delivery, xs, count)
@@ -243,6 +249,12 @@ def _is_causal(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool
         if argument.name == "is_causal":
             return bool(value)
     return bool(named.get("is_causal", False))
+
+
+def _has_elements(result: Any, arguments: Sequence[Any]) -> bool:
+    """Return True if an operation computes an element; one in place may return nothing."""
+    tensors = _tensors((result,)) or _tensors(arguments)
+    return not tensors or any([x.numel() > 0 for x in tensors])
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

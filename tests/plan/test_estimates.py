@@ -17,7 +17,6 @@ from fshard.plan import PlanEstimate, Transformer, cluster, search
 from fshard.plan.formulas import layers_of_stages
 from fshard.plan.layers import LayerTracer, LayerWeights
 from fshard.plan.program import layered_model
-from fshard.plan.programs.shortened import size_of_programs
 from fshard.plan.programs.staged import size_of_stages
 from fshard.plan.search import PROGRAMS
 from tests.helpers.sampled import THOROUGH, thorough
@@ -65,6 +64,9 @@ def drawn_pair(seed):
         is_short = model.layers * plan.microbatches <= MOST_WORK
         has_experts = not model.experts or model.experts % inner == 0
         has_heads = model.heads % (plan.tensor * plan.sequence) == 0
+        drops_in_ring = model.dropout and plan.sequence_mode == "ring"
+        if drops_in_ring:  # there is none
+            continue
         if is_short and has_experts and has_heads and plan.stages <= model.layers:
             return name, plan
 
@@ -122,7 +124,7 @@ def test_estimates_of_many_layers_and_microbatches_are_the_programs(fields):
     layered = layered_model(model, None, ADAMW, None, None)
     estimate = PlanEstimate(plan, LayerTracer(layered, H100))
     report = estimate.cost(model.build())
-    assert size_of_programs(model.layers, plan) < model.layers * plan.microbatches
+    assert estimate.program_size < model.layers * plan.microbatches
     assert estimate.peak == pytest.approx(report.peak(), rel=1e-3)
     assert estimate.seconds == pytest.approx(report.seconds, rel=1e-2)
 

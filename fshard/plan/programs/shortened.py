@@ -9,9 +9,11 @@ same mesh, options and samples of a microbatch. See Note [Programs are linear].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from math import ceil
 from typing import NamedTuple, cast
 
 from fshard.parallelism.value import Parallelism
@@ -20,6 +22,7 @@ from fshard.plan.cost import Cost
 from fshard.plan.formulas import shards_params
 from fshard.plan.program import LayeredModel
 from fshard.plan.programs.numbers import LOSS, ProgramCost, cost_of_short_program, peaks
+from fshard.transforms.options import default_bucket
 
 # Note [Programs are linear]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -35,15 +38,22 @@ from fshard.plan.programs.numbers import LOSS, ProgramCost, cost_of_short_progra
 #     peak before the update,      a + b L + c M each, since it is the peak of the first or of the
 #     and in the update            last layer; the peak of the step is the larger one
 #
-# Two sizes of each number give the coefficients: FEWEST and one more. In stages, where each stage
-# has a number of layers, or one more, a program has as many stages of either kind, and "one layer
-# more" is one in each stage.
+# Two sizes of each number give the coefficients: FEWEST and one more. "One more" is as many as
+# repeat themselves:
+#
+#     stages      each has a number of layers, or one more: a program has as many stages of either
+#                 kind, and one layer more in each
+#     ZeRO-2      a bucket of gradients has several layers, if these are small: a bucket more, with
+#                 the same remainder
 
 FEWEST_LAYERS = 2
 """With these the gathers of ZeRO-3 are as far ahead as with more."""
 
 FEWEST_WITH_EXPERTS = 3
 """With these the gradients of a layer before, at the peak, are as many as with more."""
+
+FEWEST_WITH_REPLICAS = 4
+"""With these as many gradients are in both rounds of their reduction as with more."""
 
 FEWEST_MICROBATCHES = 3
 """The first makes the sums of gradients, the last reduces them; one is between."""
@@ -85,7 +95,7 @@ class ProgramNumbers(NamedTuple):
 
 
 def cost_of_program(
-    model: LayeredModel, plan: Parallelism, cluster: Cluster, steps: int
+    model: LayeredModel, plan: Parallelism, cluster: Cluster, steps: int, layers: Sequence[int]
 ) -> ProgramCost:
     """Return the cost of the program of a plan, with all layers and microbatches.
 
@@ -94,9 +104,10 @@ def cost_of_program(
         plan: its sizes and options, with `data` as a number.
         cluster: the machine.
         steps: that run, of which the last one counts: see `steps_of_program`.
+        layers: of each program that runs: see `layers_of_programs`.
     """
-    fewest, most = _layers_of_programs(model.layers, plan.stages, bool(model.experts))
     run = partial(_numbers_of, model, plan, cluster, steps)
+    fewest, most = layers[0], layers[-1]
     numbers = run(fewest)
     if fewest < model.layers:
         numbers_of_more = run(most)
@@ -113,13 +124,9 @@ def cost_of_program(
     return ProgramCost(seconds, memory)
 
 
-def size_of_programs(
-    layers: int, plan: Parallelism, steps: int = 1, has_experts: bool = False
-) -> int:
-    """Return the layers, times microbatches, that `cost_of_program` runs in some steps."""
-    fewest, most = _layers_of_programs(layers, plan.stages, has_experts)
-    counts = {fewest} if fewest == layers else {fewest, most}
-    return sum(counts) * _microbatches_of_program(plan) * steps
+def size_of_programs(layers: Sequence[int], plan: Parallelism, steps: int = 1) -> int:
+    """Return the layers, times microbatches, that programs of some layers run in some steps."""
+    return sum(layers) * _microbatches_of_program(plan) * steps
 
 
 def steps_of_program(plan: Parallelism, seconds: float) -> int:
@@ -135,14 +142,39 @@ def steps_of_program(plan: Parallelism, seconds: float) -> int:
     return 2 if shards_params(plan) or seconds < BRIEF else 1
 
 
-def _layers_of_programs(layers: int, stages: int, has_experts: bool) -> tuple[int, int]:
-    """Return the numbers of layers of the two programs; the first is that of all if it is short."""
-    if stages == 1:
-        fewest = min(FEWEST_WITH_EXPERTS if has_experts else FEWEST_LAYERS, layers)
-        return fewest, fewest + 1
-    # As many stages have one more layer than the others as in the program of all layers.
-    fewest = stages + layers % stages
-    return fewest, fewest + stages
+def layers_of_programs(layers: int, plan: Parallelism, least: int, gradients: int) -> list[int]:
+    """Return the layers of the programs that run: of the one of all layers, or of two shorter ones.
+
+    See Note [Programs are linear].
+
+    Args:
+        layers: of the model.
+        plan: its sizes and options, with `data` as a number.
+        least: layers with which a program without stages is as it is with more.
+        gradients: bytes of a layer's gradients on a device.
+    """
+    if plan.stages > 1:
+        period = plan.stages
+        fewest = plan.stages + layers % plan.stages
+    else:
+        period = _layers_of_bucket(plan, gradients)
+        fewest = max(least, period)
+        fewest += (layers - fewest) % period
+    most = fewest + period
+    if layers <= fewest + most:
+        return [layers]
+    return [fewest, most]
+
+
+def _layers_of_bucket(plan: Parallelism, gradients: int) -> int:
+    """Return the layers whose gradients a device keeps until it reduces them.
+
+    Below ZeRO-2 it keeps those of all layers, and with ZeRO-3 it reduces each layer's at once.
+    """
+    keeps_bucket = plan.zero_stage == 2 and cast(int, plan.data) > 1
+    if not keeps_bucket or not gradients:
+        return 1
+    return ceil(default_bucket("cuda") / gradients)
 
 
 def _microbatches_of_program(plan: Parallelism) -> int:

@@ -66,8 +66,11 @@ MOST_MICROBATCHES = 3
 LAYERS_OF_BUILDING = 3
 """To make a program takes as long as to run some layers."""
 
+NAMES = (*PURPOSES, "under way")
+"""The purposes of bytes, and those that a collective will write before the next operation."""
+
 Bytes = tuple[float, ...]
-"""Bytes by purpose, in the order of `PURPOSES`."""
+"""Bytes by purpose, in the order of `NAMES`."""
 
 
 def _sum(x: Bytes, y: Bytes, factor: float = 1.0) -> Bytes:
@@ -131,7 +134,7 @@ class DeviceEnds(NamedTuple):
 
     def with_state(self, factor: float) -> DeviceEnds:
         """Return the numbers with a part of the state."""
-        state = PURPOSES.index("state")
+        state = NAMES.index("state")
         parts = list[Bytes]()
         for sizes in (self.begin, self.reduction, self.update):
             parts.append((*sizes[:state], sizes[state] * factor, *sizes[state + 1 :]))
@@ -164,13 +167,11 @@ class MeasuredStages:
         actions: of each stage.
         ends: of each device.
         message: its bytes.
-        under_way: bytes that collectives of actions will write.
     """
 
     actions: list[dict[ActionCase, ActionCost]]
     ends: list[DeviceEnds]
     message: float
-    under_way: float
 
     def action(self, step: ActionCase, layers: int, is_first: bool, is_last: bool) -> ActionCost:
         """Return the cost of an action of a stage with some layers, at the ends of the model."""
@@ -261,8 +262,7 @@ def cost_of_stages(
     for row, of_row, end in zip(schedule.rows, steps_of_rows, ends, strict=True):
         peaks_of_devices.append(_peak_of_row(row, of_row, costs, end))
     fullest = max(peaks_of_devices, key=sum)
-    memory = {name: round(size) for name, size in zip(PURPOSES, fullest, strict=True)}
-    memory["under way"] = round(measured.under_way)
+    memory = {name: round(size) for name, size in zip(NAMES, fullest, strict=True)}
     return ProgramCost(seconds, {name: size for name, size in memory.items() if size > 0})
 
 
@@ -389,7 +389,7 @@ class ActionEnds(Timeline):
         (ledger,) = [each for each in active() if isinstance(each, TracedLedger)]
         (usage,) = open_usages()
         usage.free_dead()
-        held = tuple([float(usage.purposes[purpose]) for purpose in PURPOSES])
+        held = (*[float(usage.purposes[purpose]) for purpose in PURPOSES], 0.0)
         moment = Moment(event.action, len(ledger.events), held)
         self.moments.setdefault(event.device, []).append(moment)
 
@@ -452,7 +452,7 @@ def _measure(
         parts.append(_parts(device, of_device, cast(int, plan.microbatches)))
         ends.append(_ends_of(device, of_device, cluster, mesh))
     actions = [_actions_of(stage, parts, cluster, mesh) for stage in range(STAGES)]
-    return MeasuredStages(actions, ends, _message_of(cost), _under_way(cost))
+    return MeasuredStages(actions, ends, _message_of(cost))
 
 
 class Part(NamedTuple):
@@ -531,7 +531,11 @@ def _actions_of(
 
 
 def _bytes_at(events: Sequence[Event]) -> list[Bytes]:
-    return [event.memory for event in events if isinstance(event, Operation)]
+    sizes = list[Bytes]()
+    for event in events:
+        if isinstance(event, Operation):
+            sizes.append((*event.memory, event.peak - sum(event.memory)))
+    return sizes
 
 
 def _ends_of(
@@ -542,13 +546,11 @@ def _ends_of(
     after = _alone(device.events, moments[-1].events, len(device.events))
     seconds = times_of({0: after}, cluster, mesh)[0].step
     operations = [event for event in after if isinstance(event, Operation)]
-    reduction = [event.memory for event in operations if event.unit != "update"]
+    before_update = [event for event in operations if event.unit != "update"]
+    reduction = max(_bytes_at(before_update), key=sum, default=begin)
     _, in_update = peaks(device)
-    # What collectives will write has no purpose there.
-    update = {name: in_update[name] for name in PURPOSES}
-    update["other"] += in_update["under way"]
-    most = max(reduction, key=sum, default=begin)
-    return DeviceEnds(seconds, begin, most, tuple(update.values()))
+    update = tuple([in_update[name] for name in NAMES])
+    return DeviceEnds(seconds, begin, reduction, update)
 
 
 def _message_of(cost: Cost) -> float:
@@ -557,8 +559,3 @@ def _message_of(cost: Cost) -> float:
     for device in cost.devices.values():
         sizes += [event.sent for event in device.events if isinstance(event, MessageSend)]
     return max(sizes)
-
-
-def _under_way(cost: Cost) -> float:
-    """Return the bytes that collectives will write at the peak before the update."""
-    return max([peaks(device)[0]["under way"] for device in cost.devices.values()])
