@@ -128,6 +128,7 @@ __all__ = [
     "from_local",
     "typeof",
     "visualize",
+    "lab",
     # programs on all devices
     "shard_map",
     "run",
