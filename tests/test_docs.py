@@ -17,7 +17,7 @@ import torch
 from tests.helpers.examples import python_blocks, run_block
 
 ROOT = Path(__file__).resolve().parents[1]
-GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+GUIDES = [ROOT / "docs/index.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 FOLDERS = sorted((ROOT / "fshard").glob("*/README.md"))
 PAGES = [
     ROOT / "README.md",

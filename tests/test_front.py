@@ -7,8 +7,11 @@ import ast
 import importlib
 import json
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 import fshard as fs
 
@@ -130,3 +133,68 @@ def test_moving_picture_is_that_of_a_step_that_runs():
     source = (ROOT / "docs/images/step.py").read_text(encoding="utf-8")
     exec(compile(source, "step.py", "exec", dont_inherit=True), names)
     assert (ROOT / "docs/images/step.svg").read_text(encoding="utf-8") == names["picture"]()
+
+
+# -- what other programs read -----------------------------------------------------------
+
+
+def read_yaml(path):
+    yaml = pytest.importorskip("yaml")  # comes with the extra `docs`
+    return yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
+
+
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_citation_is_valid_and_of_this_version():
+    """The keys and values that the format 1.2.0 requires; `python .ci/release.py` writes others."""
+    citation = read_yaml("CITATION.cff")
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["cff-version"] == "1.2.0" and citation["type"] == "software"
+    assert all(set(author) == {"name"} for author in citation["authors"])
+    assert str(citation["version"]) == project()["version"]
+    assert citation["license"] == project()["license"]
+    repository = project().get("urls", {}).get("Repository")
+    assert citation.get("repository-code") == repository
+
+
+@pytest.mark.parametrize("name", ["ci", "nightly"])
+def test_workflow_runs_commands_that_exist(name):
+    workflow = read_yaml(f".github/workflows/{name}.yml")
+    triggers = workflow[True]  # YAML 1.1 reads `on` as true
+    assert triggers.keys() <= {"push", "pull_request", "schedule", "workflow_dispatch"}
+    commands = []
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] and job["runs-on"]
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step)
+            commands += step.get("run", "").splitlines()
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for command in commands:
+        if match := re.search(r"\bmake ([\w-]+)", command):
+            assert match[1] in targets
+        if command.startswith(".ci/"):
+            assert (ROOT / command).exists()
+
+
+def test_workflow_tests_the_pythons_that_the_package_allows():
+    matrix = read_yaml(".github/workflows/ci.yml")["jobs"]["run"]["strategy"]["matrix"]
+    assert f">={matrix['python'][0]}" == project()["requires-python"]
+
+
+@pytest.mark.parametrize("name", ["bug", "feature"])
+def test_issue_form_has_fields_with_names_of_their_own(name):
+    form = read_yaml(f".github/ISSUE_TEMPLATE/{name}.yml")
+    assert form["name"] and form["description"]
+    kinds = {field["type"] for field in form["body"]}
+    assert kinds <= {"markdown", "input", "textarea", "dropdown", "checkboxes"}
+    names = [field["id"] for field in form["body"]]
+    assert len(names) == len(set(names))
+    assert all(field["attributes"]["label"] for field in form["body"])
+
+
+def test_bug_form_asks_for_the_doctor_and_a_program():
+    form = read_yaml(".github/ISSUE_TEMPLATE/bug.yml")
+    required = {x["id"] for x in form["body"] if x.get("validations", {}).get("required")}
+    assert {"doctor", "program"} <= required

@@ -2,8 +2,12 @@
 processes.
 """
 
+import re
 from pathlib import Path
 
+import torch
+
+import fshard as fs
 from tests.helpers.examples import python_blocks
 from tests.helpers.processes import run_processes
 
@@ -11,44 +15,53 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCKS = python_blocks(README.read_text())
 
 
-def ends_of(*blocks):
-    """Run blocks one after the other, each seeing the names of those before; return what the last
-    ones made.
+def metrics_of(*blocks):
+    """Run blocks one after the other, each seeing the names of those before; return the last
+    metrics.
     """
-    import torch
-
     torch.manual_seed(0)
     names = {"__name__": "readme"}
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
-    return {name: names[name] for name in ("y", "metrics") if name in names}
-
-
-def plain_ends_of(*blocks):
-    import fshard as fs
-
-    ends = ends_of(*blocks)
-    return {
-        name: fs.unshard(value) if isinstance(value, fs.Sharded) else value
-        for name, value in ends.items()
-    }
-
-
-def test_the_first_block_prints_what_it_says(capsys):
-    first = plain_ends_of(BLOCKS[0])
-    printed = capsys.readouterr().out
-    assert printed.startswith("f32[8@data, 6@model]\n")
-    assert "psum" in printed and "README.md" in printed
-    assert first["y"].shape == (8, 3)
+    return names["metrics"]
 
 
 def test_training_ends_with_a_loss(capsys):
-    metrics = ends_of(*BLOCKS)["metrics"]
+    metrics = metrics_of(*BLOCKS)
     assert {"loss", "grad_norm", "samples", "finite"} <= metrics.keys()
     assert metrics["samples"] == 32 and metrics["finite"] and 0 < metrics["loss"] < 10
+    assert "grad_norm" in capsys.readouterr().out
 
 
-def test_eight_processes_print_the_same_numbers():
-    there = run_processes(plain_ends_of, 8, BLOCKS[0])
-    here = plain_ends_of(BLOCKS[0])["y"]
-    assert all(one["y"].equal(here) for one in there)
+def test_four_processes_train_as_virtual_devices_do():
+    there = run_processes(losses_of, 4, *BLOCKS)
+    torch.testing.assert_close(there, 4 * [losses_of(*BLOCKS)])
+
+
+def losses_of(*blocks):
+    return float(metrics_of(*blocks)["loss"])
+
+
+def test_weight_makes_a_mean_over_tokens_that_of_one_device():
+    """The line of the README: without it, padding counts as much as tokens do."""
+    (text,) = re.findall(r"`weight=(lambda batch: .*?)`", README.read_text())
+    weight = eval(text)
+    tokens = torch.randint(5, (8, 6), generator=torch.Generator().manual_seed(0))
+    tokens[:4, 2:] = -100  # the rows of two devices are padded
+    params = {"scores": torch.randn(6, 5, generator=torch.Generator().manual_seed(1))}
+
+    def loss_fn(params, batch):
+        scores = params["scores"].expand(len(batch["y"]), 6, 5).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(scores, batch["y"].flatten())
+
+    expected = loss_fn(params, {"y": tokens})
+    mesh = fs.make_mesh({"data": 4})
+    arrays = fs.shard_params(params, fs.P(), mesh=mesh)
+    batch = {"y": tokens}
+    weighted, _ = fs.value_and_grad(loss_fn, mesh=mesh, batch=fs.P("data"), weight=weight)(
+        arrays, batch
+    )
+    by_samples, _ = fs.value_and_grad(loss_fn, mesh=mesh, batch=fs.P("data"))(arrays, batch)
+
+    torch.testing.assert_close(weighted, expected)
+    assert abs(by_samples - expected) > 1e-3
