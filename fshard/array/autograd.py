@@ -274,10 +274,12 @@ _add_attributes(_OF_SHARD, _attribute_of_shard)
 
 def _value(x: Sharded) -> Tensor:
     """Return the full tensor, without its gradient."""
-    if array_mode().is_explicit and any(x.mesh.shape[axis] > 1 for axis in x.spec.axes):
+    mode = array_mode()
+    shared_axes = [axis for axis in x.spec.axes if x.mesh.shape[axis] > 1]
+    if mode.explicit_axes and mode.forbids(x.mesh, shared_axes):
         raise LayoutError(
-            f"the value of {typeof(x)} needs communication, which fs.array.explicit() forbids. Use "
-            "fs.unshard(x)."
+            f"the value of {typeof(x)} needs communication, which {mode.explicit_call} forbids. "
+            "Use fs.unshard(x)."
         )
     if not x.is_local:
         raise LayoutError(
@@ -338,6 +340,6 @@ def _as_text(x: Sharded) -> str:
     """Show the values of a small array, where that needs no communication between processes."""
     is_small = math.prod(x.shape) <= MAX_SHOWN
     has_tensors = all(isinstance(shard, Tensor) for shard in x.shards)
-    if not is_small or not has_tensors or not is_outside(x.mesh) or array_mode().is_explicit:
+    if not is_small or not has_tensors or not is_outside(x.mesh) or array_mode().explicit_axes:
         return repr(x)
     return f"{x!r}\n{_value(x)}"

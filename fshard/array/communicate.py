@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import lcm, prod
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -78,6 +78,7 @@ class LayoutChange(NamedTuple):
         moves: that lead there; None where only a general reshard does.
         vary: axes along which the array is varying afterwards, so that its gradient is summed.
         elements: the busiest device sends them.
+        axes: along which elements are sent.
         shape: the global shape, where the devices do not divide a dim, or shards are in zigzag
             order; else None.
     """
@@ -86,6 +87,7 @@ class LayoutChange(NamedTuple):
     moves: Moves | None
     vary: tuple[str, ...]
     elements: Fraction
+    axes: tuple[str, ...] = ()
     shape: tuple[int, ...] | None = None
 
     @property
@@ -102,12 +104,14 @@ def plan_transfer(
     padded = _padded(shape, before, layout)
     steps = plan_reshard(before, layout, padded).steps
     elements = sum((step.elements for step in steps), Fraction(0))
+    sending_axes = [axis for step in steps if step.elements for axis in step.axes]
+    axes = tuple(dict.fromkeys(sending_axes))
     has_zigzag = any(before.mesh.zigzag in step.axes for step in steps)
     uneven_shape = shape if has_zigzag or padded != shape else None
 
     is_plain = all(step.kind in _PLAIN_KINDS and not step.at for step in steps)
     if before.memory != "device" or not is_plain:
-        return LayoutChange(layout, None, vary, elements, uneven_shape)
+        return LayoutChange(layout, None, vary, elements, axes, uneven_shape)
 
     moves: list[tuple[Move, tuple[str, ...]]] = []
     for step in steps:
@@ -118,7 +122,7 @@ def plan_transfer(
             move = AllGather(move.dim)
             vary = tuple(axis for axis in vary if axis not in step.axes)
         moves.append((move, step.axes))
-    return LayoutChange(layout, tuple(moves), vary, elements, uneven_shape)
+    return LayoutChange(layout, tuple(moves), vary, elements, axes, uneven_shape)
 
 
 def _padded(shape: tuple[int, ...], before: Layout, after: Layout) -> tuple[int, ...]:
@@ -375,8 +379,8 @@ def with_spec(x: Sharded, spec: P, operation: str, *, is_explicit: bool = False)
     """Reshard an array within an operation; with `is_explicit`, also within `explicit`."""
     x = leave_loss(x)
     to = plan_transfer(x.shape, x.layout, spec)
-    if to.elements and not is_explicit and array_mode().is_explicit:
-        raise_implicit(operation, [x], [to])
+    if to.axes and not is_explicit and array_mode().explicit_axes:
+        validate_explicit(operation, [x], [to])
     return Sharded(x.shape, to.layout, transfer(x, to, operation))
 
 
@@ -402,25 +406,25 @@ def extreme_over_devices(
 
     It has no gradient.
     """
-    if axes and array_mode().is_explicit:
-        raise_implicit(operation, [x], [plan_transfer(x.shape, x.layout, x.spec)])
+    if axes and array_mode().explicit_axes:
+        unchanged = plan_transfer(x.shape, x.layout, x.spec)
+        validate_explicit(operation, [x], [unchanged._replace(axes=axes)])
     shards = tuple([shard.detach() for shard in x.shards])
     if axes:
         shards = apply_move(x.mesh, Extreme(is_max), axes, shards, operation_site(operation))
     return Sharded(x.shape, x.layout, shards)
 
 
-def raise_implicit(
+def validate_explicit(
     operation: str, arrays: Sequence[Sharded], transfers: Sequence[LayoutChange]
-) -> NoReturn:
-    """Raise for communication within `explicit`."""
-    number = 0
-    for index, to in enumerate(transfers):
-        if to.elements:
-            number = index
-            break
-    types = ", ".join(str(typeof(x)) for x in arrays)
-    raise LayoutError(
-        f"{operation} needs communication ({types}), which fs.array.explicit() forbids. Write "
-        f"fs.reshard(x, fs.Layout(mesh, {transfers[number].layout.spec})) for argument {number}."
-    )
+) -> None:
+    """Raise for communication that `explicit` forbids."""
+    mode = array_mode()
+    for number, (x, to) in enumerate(zip(arrays, transfers, strict=True)):
+        if not mode.forbids(x.mesh, to.axes):
+            continue
+        types = ", ".join(str(typeof(x)) for x in arrays)
+        raise LayoutError(
+            f"{operation} needs communication ({types}), which {mode.explicit_call} forbids. "
+            f"Write fs.reshard(x, fs.Layout(mesh, {to.layout.spec})) for argument {number}."
+        )

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import resolve_name
 
 from fshard.array.choose import LayoutChoice, choose
-from fshard.array.communicate import in_loss, raise_implicit, transfer, with_spec
+from fshard.array.communicate import in_loss, transfer, validate_explicit, with_spec
 from fshard.array.mode import ArrayMode, array_mode
 from fshard.array.rules import (
     TABLE,
@@ -557,9 +557,9 @@ def _run(
 
     if call.is_free or (call.is_local and in_loss()):
         columns = [x.shards for x in arrays]
-    elif mode.is_explicit and call.choice.bytes:
-        raise_implicit(call.name, arrays, call.choice.transfers)
     else:
+        if mode.explicit_axes:
+            validate_explicit(call.name, arrays, call.choice.transfers)
         pairs = zip(arrays, call.choice.transfers, strict=True)
         columns = [transfer(x, to, call.name) for x, to in pairs]
 

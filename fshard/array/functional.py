@@ -201,7 +201,7 @@ compose("dropout3d")(partial(_dropout, 5))
 def _reduced(losses: Any, reduction: str, count: Any = None) -> Any:
     """Reduce elementwise losses; a mean is over all elements, or over `count`.
 
-    The result is replicated, except within `explicit`.
+    The result is replicated, except along the axes of `explicit`: there it stays unreduced.
     """
     if reduction == "none":
         return losses
@@ -212,8 +212,13 @@ def _reduced(losses: Any, reduction: str, count: Any = None) -> Any:
         if count is None:
             count = losses.numel()
         total = total / count
-    if not array_mode().is_explicit:
-        total = with_spec(total, P(), "loss")
+    mode = array_mode()
+    if mode.explicit_axes != "all":
+        spec = P()
+        if mode.explicit_axes:
+            unreduced = [axis for axis in total.spec.unreduced if axis in mode.explicit_axes]
+            spec = P(unreduced=tuple(unreduced))
+        total = with_spec(total, spec, "loss")
     return as_dtype(total, losses.dtype)
 
 

@@ -198,6 +198,33 @@ def test_drawn_operation_sends_no_more_bytes_than_any_alternative(program):
     torch.testing.assert_close(fs.unshard(final), f(*tensors))
 
 
+@given(programs(), st.sampled_from(AXES))
+def test_explicit_along_an_axis_raises_where_bytes_are_sent_along_it(program, axis):
+    """The oracle is the ledger of the operation without `explicit`."""
+    name, shapes, specs = program
+    function = FUNCTIONS[name]
+    arrays = [
+        put(draw_tensor(*shape), MESH, spec) for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    with fs.ledger() as comm:
+        result = function(*arrays)
+    used = set()
+    for rows in comm.devices.values():
+        for row, entry in rows.items():
+            if entry.bytes:
+                used.update(row.axes)
+
+    arrays = [
+        put(draw_tensor(*shape), MESH, spec) for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    with fs.array.explicit(axis):
+        if axis in used:
+            with pytest.raises(LayoutError, match=f'explicit."{axis}". forbids'):
+                function(*arrays)
+        else:
+            assert function(*arrays).spec == result.spec
+
+
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "model"), P.flat("data")], ids=str)
 def test_array_with_a_sum_keeps_its_layout(spec):
     x = put(draw_tensor(8, 4), MESH, spec)

@@ -81,6 +81,42 @@ def test_explicit_forbids_implicit_communication():
         assert (x + fs.array.constrain(z, P("data"))).spec == P("data")
 
 
+def test_explicit_along_axes_allows_communication_along_others():
+    x = put(torch.randn(8, 4), "data", "model")
+    along_data = [lambda: x.softmax(0), lambda: x.logsumexp(0), lambda: x.sum(0).relu()]
+    along_model = [lambda: x.softmax(1), lambda: x.logsumexp(1), lambda: float(x.sum())]
+    with fs.array.explicit("model"):
+        for call in along_data:
+            call()
+        for call in along_model:
+            with pytest.raises(LayoutError, match=r'fs.array.explicit\("model"\) forbids'):
+                call()
+        assert fs.array.constrain(x, P("data")).spec == P("data")
+        with fs.array.explicit("data"), pytest.raises(LayoutError, match='"model", "data"'):
+            x.softmax(0)
+        with fs.array.explicit(), pytest.raises(LayoutError, match=r"explicit\(\) forbids"):
+            x.softmax(0)
+
+
+def test_loss_stays_unreduced_along_explicit_axes():
+    x = put(torch.randn(8, 4), "data", "model")
+    y = put(torch.randn(8, 4), "data", "model")
+    expected = torch.nn.functional.mse_loss(fs.unshard(x), fs.unshard(y))
+    for axes, unreduced in ((("model",), "model"), (("data",), "data"), ((), ("data", "model"))):
+        with fs.array.explicit(*axes):
+            loss = torch.nn.functional.mse_loss(x, y)
+        assert loss.spec == P(unreduced=unreduced)
+        torch.testing.assert_close(fs.unshard(loss), expected)
+
+
+def test_explicit_along_an_unknown_axis_raises():
+    x = put(torch.randn(8, 4), "data")
+    with fs.array.explicit("modle"), pytest.raises(MeshError, match='has no axis "modle"'):
+        x.softmax(0)
+    with pytest.raises(TypeError, match="axes must be names"):
+        fs.array.explicit(("data", "model"))
+
+
 def test_constrain_pins_layout_of_value_and_gradient():
     x = put(torch.randn(8, 4), "data").requires_grad_()
     y = fs.array.constrain(x, P(None, "model"))

@@ -25,6 +25,7 @@ from fshard.checkpoint.files import LOCK, Lock, is_locked, locked_folder
 from fshard.errors import CheckpointError
 from tests.checkpoint.helpers.versions import loaded, tree
 from tests.helpers.processes import HAS_RULES, run_processes
+from tests.helpers.sampled import thorough
 
 MODULES = [sys.modules[f"fshard.checkpoint.{name}"] for name in ("files", "save", "folder")]
 
@@ -182,7 +183,7 @@ def saved(path, value, devices, inside):
 
 CASES = pytest.mark.parametrize(
     ("devices", "inside", "exists"),
-    [(1, False, False), (1, False, True), (2, False, True), (2, True, True)],
+    [(1, False, False), (1, False, True), thorough(2, False, True), (2, True, True)],
 )
 """Writers, whether each is a device inside of `fs.run`, and whether there is a checkpoint already.
 """

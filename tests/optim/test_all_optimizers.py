@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fshard import optim
 from fshard.optim.contract import copied
+from tests.helpers.sampled import examples
 from tests.optim.helpers.optimizers import (
     ALL,
     by_step,
@@ -24,7 +25,7 @@ from tests.optim.helpers.optimizers import (
 
 @pytest.mark.parametrize("name", ALL)
 @given(st.data())
-@settings(max_examples=20)
+@settings(max_examples=examples(8))
 def test_update_keeps_state_types_and_arguments(name, data):
     opt = ALL[name]
     params, steps = data.draw(trees())
@@ -52,7 +53,7 @@ def test_step_state_equals_update_state(name):
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "from_torch"])
 @given(st.data())
-@settings(max_examples=25)
+@settings(max_examples=examples(10))
 def test_update_equals_step_bits_within_factor_two(name, data):
     params, steps = data.draw(trees())
     stepped, updated = (run(ALL[name], params, steps[:1])[0] for run in (by_step, by_update))

@@ -11,6 +11,7 @@ import fshard as fs
 from fshard import P, optim
 from fshard.optim.leaves import Leaves
 from fshard.optim.sharding import ByLeaf, kinds_of
+from tests.helpers.sampled import examples
 from tests.optim.helpers.optimizers import (
     ALL,
     ELEMENTWISE,
@@ -46,7 +47,7 @@ SPECS_OF_MATRIX = [P.flat("b"), P(), P("a"), P("a", "b"), P(None, ("b", "a"))]
 
 @pytest.mark.parametrize("name", ANY)
 @given(data=st.data())
-@settings(max_examples=12)
+@settings(max_examples=examples(6))
 def test_shards_of_any_layout_equal_full_tensors(name, data):
     """To the bit: each leaf flat, in several dims, or replicated; a gradient may be missing."""
     opt = ANY[name]

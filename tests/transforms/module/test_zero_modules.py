@@ -8,6 +8,7 @@ import copy
 import gc
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import fshard as fs
 from fshard import P
 from fshard.mesh.layout import flatten
-from tests.helpers.sampled import in_pairs
+from tests.helpers.sampled import thorough
 from tests.helpers.training import Case, by_train_step
 from tests.transforms.module.zoo import MODULES, D
 
@@ -363,8 +364,15 @@ def most_unsharded(monkeypatch, loss_fn, params, mesh, width=6, **options) -> Mo
     return Most(max(row.units for row in measured), max(row.bytes for row in measured))
 
 
-@pytest.mark.parametrize(("name", "live", "prefetch"), in_pairs(["plain", *WRAPS], (1, 3), (0, 2)))
-def test_live_units_bound_unsharded_units(monkeypatch, name, live, prefetch):
+# A wrap that holds units does so with any limits: each has one pair of them in the suite.
+LIMITS = [*product((1, 3), (0, 2))]
+LIMITED = [*zip(["plain", *WRAPS], cycle(LIMITS), strict=False)]
+OTHERS = [pair for pair in product(["plain", *WRAPS], LIMITS) if pair not in LIMITED]
+
+
+@pytest.mark.parametrize(("name", "limits"), [*LIMITED, *[thorough(*pair) for pair in OTHERS]])
+def test_live_units_bound_unsharded_units(monkeypatch, name, limits):
+    live, prefetch = limits
     wrap = {"plain": lambda block: block, **WRAPS}[name]
     mesh = fs.make_mesh({"data": N})
     params = placed(tower_params(), 3, mesh)
