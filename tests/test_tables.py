@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 import fshard as fs
+from fshard.plan.tables.why import ComparedNumber, Reason
 from fshard.refit.plan import RefitPlan
 from fshard.source import Site
 from fshard.tables import Table, TableCell, TableColumn, Tabular, html_of, text_of
@@ -156,3 +157,26 @@ def test_click_on_a_head_sorts_rows_by_value(tmp_path):
     assert measures == ["0.0e+00", "1.0e-12", "1.0e-09", "nan", ""]
     assert order == ["none"] * 5 + ["ascending", "none"]
     assert title == str(SITE)
+
+
+def test_reason_of_a_plan_is_a_table_of_both_plans():
+    rows = [ComparedNumber("layers", 0.75, 16.95, "ms"), ComparedNumber("peak", 2.0, 1.5, "GB")]
+    texts = [str(row).rstrip() for row in rows]
+    head = f"{'':22}{'best':>14}{'this':>14}{'more':>14}"
+    text = "\n".join(["tensor=8 is slower.", "The best: data=8.", head, *texts, "a note"])
+    reason = Reason(text, rows)
+
+    html = reason._repr_html_()
+
+    assert str(reason) == text
+    assert cells_of(html) == [
+        ["layers", "0.75", "16.95", "+16.20", "ms"],
+        ["peak", "2.00", "1.50", "-0.50", "GB"],
+    ]
+    lines = re.findall('<div class="line">(.*?)</div>', html)
+    assert lines == ["The best: data=8.", "a note"]
+
+
+def test_rejection_of_a_plan_is_shown_as_its_sentences():
+    reason = Reason("data=3 is rejected: 3 does not divide 8.", [])
+    assert "data=3 is rejected" in reason._repr_html_()

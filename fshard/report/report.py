@@ -42,7 +42,8 @@ class Report:
     These are numbers, and tensors of one number.
 
     Args:
-        writers: `Bar`, `JsonLines`, `TensorBoard`, `Tracker`, or any object with `write` and `close`.
+        writers: `Bar`, `JsonLines`, `TensorBoard`, `Tracker`, or any object with `write` and
+            `close`.
         mesh: of the devices to average over, if the metrics are each device's own; a collective of
             all devices.
         every: report every n-th step, and the first. Tensors are read only then.

@@ -14,6 +14,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import P
+from fshard.errors import FshardError
 from fshard.mesh.spmd.run import MARK
 from fshard.report.profile import by_device
 
@@ -235,7 +236,7 @@ def test_tracker_of_another_or_a_missing_package_raises(monkeypatch):
     with pytest.raises(ValueError, match='must be "wandb" or "trackio"; got .mlflow'):
         fs.report.Tracker("mlflow")
     monkeypatch.setattr(sys.modules["fshard.report.files"], "find_spec", lambda name: None)
-    with pytest.raises(fs.FshardError, match="needs the package trackio: pip install trackio"):
+    with pytest.raises(FshardError, match="needs the package trackio: pip install trackio"):
         fs.report.Tracker("trackio", project="p")
 
 
