@@ -76,7 +76,8 @@ export function openLab(root, engine, { fragment = "", signal } = {}) {
     active: 0, // the number of the slot that the controls are of
     past: [],
     future: [],
-    newest: 0, // id
+    newest: Date.now(), // id: a page that is loaded again has higher ones
+    name: crypto.getRandomValues(new Uint32Array(2)).join("-"), // of this page, of several on an engine
     held: null, // the axis that is dragged, see layouts.js
   };
   lab.get("page").innerHTML = MARKUP;
@@ -188,7 +189,13 @@ async function copy(lab, text, button) {
 function ask(lab, name, only) {
   const slot = lab.slots[name];
   lab.newest += 1;
-  const message = { id: lab.newest, slot: name, state: slot.state, leaf: patternOf(lab, name) };
+  const message = {
+    id: lab.newest,
+    page: lab.name,
+    slot: name,
+    state: slot.state,
+    leaf: patternOf(lab, name),
+  };
   if (only) {
     lab.engine.send({ ...message, only });
     return;
@@ -212,7 +219,8 @@ function patternOf(lab, name) {
 /** Take what the engine answers. */
 export function receive(lab, message) {
   const slot = lab.slots[message.slot];
-  if (!slot) return; // it was removed
+  const isOfOther = message.page !== undefined && message.page !== lab.name;
+  if (!slot || isOfOther) return; // the slot was removed, or it is of another page
   if (message.kind === "shards") {
     slot.askedShards = null;
     slot.shards = message.shards;
