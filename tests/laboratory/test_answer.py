@@ -51,9 +51,9 @@ def cost_of_zero_3(rules):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), donate=True)
-    ids = torch.empty(8, TINY.sequence, dtype=torch.int64, device="meta")
+    ids, labels = torch.empty(2, 8, TINY.sequence, dtype=torch.int64, device="meta")
     h100 = fs.plan.cluster("h100")
-    return fs.plan.cost(step, params, opt.init(params), (ids, ids), cluster=h100)
+    return fs.plan.cost(step, params, opt.init(params), (ids, labels), cluster=h100)
 
 
 FLAT = fs.fsdp("data", unit="layers.*")
@@ -142,8 +142,8 @@ def leaf(answer, pattern):
     [
         ({}, [[], []], [], ["data"]),
         ({"zero_stage": 3}, [[], []], ["data"], ["data"]),
-        ({"tensor": 2}, [["model"], []], [], ["data", "model"]),
-        ({"tensor": 2, "zero_stage": 3}, [["model"], []], ["data"], ["data", "model"]),
+        ({"tensor": 2}, [["model"], []], [], ["model"]),
+        ({"tensor": 2, "zero_stage": 3}, [["model"], []], ["data"], ["model"]),
         ({"pipeline": 2}, [[], []], [], []),
         ({"recompute": "full"}, [[], []], [], ["data"]),
     ],
@@ -163,7 +163,14 @@ def test_leaves_are_in_the_order_of_the_model_and_number_those_of_the_document()
 
     rows = answer.layouts()["leaves"]
 
-    names = list(dict.fromkeys([name.replace("0", "*").replace("1", "*") for name, _ in TINY.build().named_parameters()]))
+    names = list(
+        dict.fromkeys(
+            [
+                name.replace("0", "*").replace("1", "*")
+                for name, _ in TINY.build().named_parameters()
+            ]
+        )
+    )
     assert [row["pattern"] for row in rows] == [*names, "batch"]
     for row in rows[:-1]:
         paths = [plan["leaves"][number]["path"] for number in row["leaves"]]
@@ -192,7 +199,10 @@ def test_override_moves_an_axis_to_another_dim(plan, dims, expected):
 
 
 def test_override_of_an_embedding_moves_words_to_features():
-    row = leaf(answered(plan={"tensor": 2}, overrides={"embedding.weight": {"model": 1}}), "embedding.weight")
+    row = leaf(
+        answered(plan={"tensor": 2}, overrides={"embedding.weight": {"model": 1}}),
+        "embedding.weight",
+    )
 
     assert row["dims"] == [[], ["model"]]
 

@@ -43,7 +43,10 @@ MORE_STATES = {
     "a square": {"plan": {"tensor": 4, "tensor_mode": "2d", "rows": 2}},
     "experts and layers": {"model": EXPERTS, "plan": {"experts": 2, "tensor": 2}},
     "experts on all": {"model": EXPERTS, "plan": {"zero_stage": 1}},
-    "zbv": {"model": Transformer(**{**SIZES, "layers": 4}), "plan": {"pipeline": 2, "schedule": "zbv"}},
+    "zbv": {
+        "model": Transformer(**{**SIZES, "layers": 4}),
+        "plan": {"pipeline": 2, "schedule": "zbv"},
+    },
     "host": {"plan": {"zero_stage": 1, "state_memory": "host"}, "optimizer": "adamw-master"},
     "lion": {"plan": {"zero_stage": 2}, "optimizer": "lion"},
 }
@@ -58,20 +61,21 @@ def test_code_of_a_state_trains_and_sends_what_the_answer_shows(name, tmp_path):
     fields = {"model": TINY, "devices": 4, **{**STATES, **MORE_STATES}[name]}
     answer = Answer(LabState(**fields), SUBJECT)
     code = program_code(answer.state, answer.model)
-    # Only the second step knows the order of units, as in the answer.
-    counted = code.replace("for _ in range(3):", "for _ in range(2):").replace(
-        "    params, state, metrics = step(params, state, batch)",
-        "    with fs.ledger() as comm:\n        params, state, metrics = step(params, state, batch)",
-    )
     names = {"__name__": "program"}
 
-    with redirect_stdout(io.StringIO()) as printed:
-        exec(compile(counted, "program", "exec"), names)
+    with redirect_stdout(io.StringIO()) as printed, fs.ledger() as comm:
+        exec(compile(code, "program", "exec"), names)
 
     losses = [float(text) for text in printed.getvalue().split()]
-    assert len(losses) == 2
+    assert len(losses) == 3
     assert all([3 < loss < 6 for loss in losses])
-    assert names["comm"].bytes() == answer.run.cost.sent()
+    arguments = [names[name] for name in ("params", "state", "batch")]
+    cost = fs.plan.cost(names["step"], *arguments, cluster=answer.run.cost.cluster)
+    shown = answer.run.cost
+    assert (cost.sent(), cost.seconds, cost.peak()) == (shown.sent(), shown.seconds, shown.peak())
+    # With values devices also compare their arguments, and count the tokens of experts.
+    small_sums = 1500
+    assert 0 <= comm.bytes() / 3 - shown.sent() < small_sums
     assert is_formatted(code, tmp_path)
 
 
@@ -81,7 +85,7 @@ def is_formatted(code, folder):
     path.write_text(code, encoding="utf-8")
     formatter = Path(sys.executable).parent / "ruff"
     command = [formatter, "format", "--isolated", "--line-length", "100", "--diff", path]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     return True
 

@@ -63,7 +63,9 @@ def test_older_message_is_dropped(engine):
 def test_leaf_alone_has_its_shards_and_drops_no_answer(engine):
     engine.expect({"id": 5, "slot": "A"})
 
-    reply = engine.reply({"id": 6, "slot": "A", "state": state(), "leaf": "batch", "only": "shards"})
+    reply = engine.reply(
+        {"id": 6, "slot": "A", "state": state(), "leaf": "batch", "only": "shards"}
+    )
     answer = engine.reply({"id": 5, "slot": "A", "state": state()})
 
     assert (reply["kind"], reply["shards"]["pattern"]) == ("shards", "batch")
@@ -152,9 +154,19 @@ def test_proof_of_a_faulty_loss_names_a_leaf():
 
             return faulty(self, output, batch, plan) * axis_size("data")
 
-    object.__setattr__(answer, "__dict__", {**vars(answer), "model": Faulty(**{
-        name: vars(model)[name] for name in ("build", "blocks", "layers", "batch", "loss", "optimizer")
-    })})
+    object.__setattr__(
+        answer,
+        "__dict__",
+        {
+            **vars(answer),
+            "model": Faulty(
+                **{
+                    name: vars(model)[name]
+                    for name in ("build", "blocks", "layers", "batch", "loss", "optimizer")
+                }
+            ),
+        },
+    )
 
     result = prove(answer, lambda: False)
 

@@ -64,7 +64,9 @@ def test_server_answers_a_message(server):
 
 
 @pytest.mark.parametrize("token", ["", "?token=", "?token=other", "?token=%C3%BC"])
-@pytest.mark.parametrize(("method", "path"), [("GET", "/"), ("POST", "/answer"), ("GET", "/events")])
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/"), ("POST", "/answer"), ("GET", "/events")]
+)
 def test_server_refuses_another_token(server, method, path, token):
     status, text = request(server, method, path + token, MESSAGE)
 
@@ -73,7 +75,12 @@ def test_server_refuses_another_token(server, method, path, token):
 
 @pytest.mark.parametrize(
     "headers",
-    [{"Host": "lab.example"}, {"Host": "127.0.0.1:1"}, {"Origin": "http://lab.example"}, {"Origin": "null"}],
+    [
+        {"Host": "lab.example"},
+        {"Host": "127.0.0.1:1"},
+        {"Origin": "http://lab.example"},
+        {"Origin": "null"},
+    ],
     ids=str,
 )
 def test_server_refuses_another_host_or_origin(server, headers):

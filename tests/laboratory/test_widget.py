@@ -28,7 +28,9 @@ def test_lab_of_nothing_has_the_small_model():
 
 
 def test_lab_of_a_mesh_and_a_layout_has_both():
-    lab = fs.lab(TINY, mesh={"data": 2, "model": 2}, layout=fs.Parallelism(zero_stage=3), cluster="cpu")
+    lab = fs.lab(
+        TINY, mesh={"data": 2, "model": 2}, layout=fs.Parallelism(zero_stage=3), cluster="cpu"
+    )
 
     assert lab.plan == fs.Parallelism(data=2, tensor=2, zero_stage=3)
     assert (lab.state.devices, lab.state.cluster, lab.state.model) == (4, "cpu", TINY)
@@ -62,7 +64,9 @@ def test_widget_answers_a_message(monkeypatch):
     sent = []
     monkeypatch.setattr(widget, "send", sent.append)
 
-    widget._handle_custom_msg({"id": 1, "slot": "A", "state": {**lab.state.to_json(), "plan": {"zero_stage": 2}}}, [])
+    widget._handle_custom_msg(
+        {"id": 1, "slot": "A", "state": {**lab.state.to_json(), "plan": {"zero_stage": 2}}}, []
+    )
     while not sent:
         time.sleep(0.01)
 
