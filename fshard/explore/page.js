@@ -934,6 +934,8 @@ function drawDifferences(page) {
     if (isChanged) change = `${b > a ? "▲" : "▼"} ${sign}${format(Math.abs(b - a))}`;
     return [isChanged ? 'class="differs"' : "", title, [format(a)], [format(b)], [change]];
   });
+  page.get("why-panel").hidden = false;
+  page.get("facts-panel").classList.remove("wide");
   page.get("why-title").textContent = "Differences";
   page.get("why").innerHTML = table(["", ["A"], ["B"], ["B − A"]], rows);
 }

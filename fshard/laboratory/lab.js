@@ -255,6 +255,7 @@ function documentOf(lab) {
 function drawLab(lab) {
   const began = performance.now();
   const data = documentOf(lab);
+  lab.get("page").classList.toggle("two", data?.plans.length === 2); // their lanes need more room
   if (data && !lab.page) openPage(lab, data);
   else if (data) show(lab.page, data, lab.active);
   if (lab.slots.A.answer) drawControls(lab);
@@ -356,6 +357,7 @@ function drawWords(lab) {
     words = `${B ? "B against A" : "the last change"}: ${changes.join(" · ")}`;
   }
   lab.get("words").textContent = words;
+  lab.get("words").title = words; // a narrow page has not all of it
 }
 function changeWords(a, b, title, format) {
   if (a === undefined || b === undefined) return `${title} –`; // of a large model some are not known

@@ -224,6 +224,7 @@ def test_two_layouts_are_compared_in_words(tab):
     tab.click(choice("plan.zero_stage", 0))
     settle(tab)
     assert "peak memory +" in text_of(tab, "words") and text_of(tab, "why-title") == "Differences"
+    assert "memory: parameters" in tab.get(f"{by_id('why-panel')}.innerText")
     tab.click("document.querySelector('#plans [data-plan=\"0\"]')")
     assert tab.get(f"{by_id('control-plan-zero_stage-3')}.checked")
     tab.click(by_id("compare"))
