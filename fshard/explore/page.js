@@ -553,6 +553,8 @@ function xOf(page, t) {
   return GUTTER + (t / page.longest - start) / (end - start) * timeWidth(page);
 }
 function drawTimeline(page) {
+  const { drawn } = chosen(page).facts; // the part of a large program that has events
+  page.get("time-note").textContent = drawn ?? "";
   const width = page.get("timeline").clientWidth;
   const g = context(page.get("timeline"), width, layLanes(page));
   const [text, muted, accent, ...shades] = ["text", "muted", "accent", "unit-a", "unit-b"].map((name) => css(page, name));
@@ -932,6 +934,8 @@ function drawDifferences(page) {
     if (isChanged) change = `${b > a ? "▲" : "▼"} ${sign}${format(Math.abs(b - a))}`;
     return [isChanged ? 'class="differs"' : "", title, [format(a)], [format(b)], [change]];
   });
+  page.get("why-panel").hidden = false;
+  page.get("facts-panel").classList.remove("wide");
   page.get("why-title").textContent = "Differences";
   page.get("why").innerHTML = table(["", ["A"], ["B"], ["B − A"]], rows);
 }
@@ -1082,12 +1086,14 @@ function drawLedger(page) {
   if (!page.inCalls) head.splice(4, 0, ["seconds"]);
   page.get("ledger").innerHTML = table(head, rows);
 
-  let words = `${bytes(plan.numbers.sent)} sent by a device`;
+  const sent = plan.numbers.sent ?? sum(plan.rows.map((each) => each.sent));
+  let words = `${bytes(sent)} sent by a device`;
   if (page.state.row >= 0) {
-    const { collective, axes, sent } = plan.rows[page.state.row];
-    const sizes = plan.axes.map(([name, n]) => (axes.includes(name) ? n : 1));
+    const row = plan.rows[page.state.row];
+    const sizes = plan.axes.map(([name, n]) => (row.axes.includes(name) ? n : 1));
     const members = integer(product(sizes));
-    words = `${collective} along ${axes.join(", ")}: ${bytes(sent)} from each device of ${members}`;
+    words = `${row.collective} along ${row.axes.join(", ")}: ${bytes(row.sent)} from each device of `
+      + members;
   }
   page.get("ledger-note").textContent = words;
 }

@@ -1,8 +1,8 @@
 """`Answer`: all that the lab shows of a state: the cost of its program, leaves, code.
 
-    short enough      the program of all layers runs without values, as `fs.plan.cost` runs it
-    longer            time and memory from shorter programs, as `fs.plan.search` has them; a program
-                      of few layers, stages and microbatches is drawn
+short enough      the program of all layers runs without values, as `fs.plan.cost` runs it
+longer            time and memory from shorter programs, as `fs.plan.search` has them; a program
+                  of few layers, stages and microbatches is drawn
 """
 
 from __future__ import annotations
@@ -146,6 +146,7 @@ class Answer:
                 f"{self.subject.name} on {self.plan.devices:,} × {self.run.cost.cluster.name}"
             )
             shown["facts"]["drawn"] = self.run.drawn
+            shown["length"] = self.run.cost.seconds
             shown["numbers"] = self._numbers_of_all(base)
         return content
 

@@ -26,7 +26,11 @@ def run(arguments: Sequence[str]) -> int:
         "does is seen at once.",
     )
     add = parser.add_argument
-    add("config", nargs="?", help="config.json of Hugging Face, or its folder; default: a small model")
+    add(
+        "config",
+        nargs="?",
+        help="config.json of Hugging Face, or its folder; default: a small model",
+    )
     add("--sequence", type=int, help="tokens of a sample; default: the most that the model takes")
     add("--devices", type=int, default=8, help="their number at first (%(default)s)")
     add("--gpu", choices=PRESETS, default="h100", help="the machine at first (%(default)s)")

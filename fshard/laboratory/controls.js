@@ -85,14 +85,18 @@ function numberMarkup({ value, min, max, step, optional, placeholder }, attribut
     `<button tabindex="-1" data-factor="${factor}" aria-label="${verb}">${sign}</button>`);
   return `<div class="number">${button(-1, "−", "less")}${input}${button(1, "+", "more")}</div>`;
 }
+/** The element of a control; null for a field without one. */
+export const controlOf = (lab, field) => (
+  field ? lab.root.querySelector(`.control[data-of="${CSS.escape(field)}"]`) : null);
 /** Write an error beside the control that it names. */
 function markError(lab, error) {
-  const box = error?.field && lab.get(`${idOf(error.field)}-error`);
-  if (!box) return;
-  box.textContent = error.text;
-  box.closest(".control").classList.add("wrong");
-  box.closest("details").open = true;
-  lab.get("refused").hidden = true;
+  const control = controlOf(lab, error?.field);
+  if (!control) return;
+  control.classList.add("wrong");
+  control.closest("details").open = true;
+  const note = control.querySelector(".error");
+  note.setAttribute("role", "alert");
+  note.textContent = error.text;
 }
 
 /** The next number of a control: twice or half, or one step on. */

@@ -7,8 +7,8 @@
 // A slot, "A" or "B", has a state, its newest answer, and what is wrong with the state, if anything:
 // the answer before then remains, greyed. `lab.past` and `lab.future` have the states of both slots.
 import { PANELS, bytes, choose, chosen, escaped, fragmentOf, open, percent, seconds, show } from "../explore/page.js";
-import { drawControls, listenToControls } from "./controls.js";
-import { drawLayouts, listenToLayouts } from "./layouts.js";
+import { controlOf, drawControls, listenToControls } from "./controls.js";
+import { drawLayouts, listenToLayouts, rowOf } from "./layouts.js";
 
 const SLOTS = ["A", "B"];
 const SLOW = 400; // milliseconds after which a page says that it computes
@@ -25,17 +25,17 @@ const MARKUP = `
     <button id="redo" aria-label="redo" title="redo: Ctrl Shift Z">${ICONS.redo}</button>
     <button id="link"></button>
   </header>
+  <p id="refused" class="notice" role="alert"></p>
   <div id="lab">
     <aside id="controls" aria-label="controls"></aside>
     <div id="answer" hidden>
-      <p id="refused" class="notice" role="alert"></p>
       ${PANELS.numbers}
       <div class="panel" id="verdicts">
         <p id="proof"></p>
         <p id="words"></p>
       </div>
       <section class="panel" id="layouts-panel">
-        <h2>Layouts <small>drag an axis onto a dim, or off; or Enter on an axis, arrows, Enter</small>
+        <h2>Layouts <small>drag an axis onto a dim, or off; by keys: Enter, arrows, Enter</small>
           <span class="space"></span><small id="axes"></small></h2>
         <div id="layouts-columns">
           <div class="table" id="layouts"></div>
@@ -76,7 +76,8 @@ export function openLab(root, engine, { fragment = "", signal } = {}) {
     active: 0, // the number of the slot that the controls are of
     past: [],
     future: [],
-    newest: 0, // id
+    newest: Date.now(), // id: a page that is loaded again has higher ones
+    name: crypto.getRandomValues(new Uint32Array(2)).join("-"), // of this page, of several on an engine
     held: null, // the axis that is dragged, see layouts.js
   };
   lab.get("page").innerHTML = MARKUP;
@@ -188,7 +189,13 @@ async function copy(lab, text, button) {
 function ask(lab, name, only) {
   const slot = lab.slots[name];
   lab.newest += 1;
-  const message = { id: lab.newest, slot: name, state: slot.state, leaf: patternOf(lab, name) };
+  const message = {
+    id: lab.newest,
+    page: lab.name,
+    slot: name,
+    state: slot.state,
+    leaf: patternOf(lab, name),
+  };
   if (only) {
     lab.engine.send({ ...message, only });
     return;
@@ -212,7 +219,8 @@ function patternOf(lab, name) {
 /** Take what the engine answers. */
 export function receive(lab, message) {
   const slot = lab.slots[message.slot];
-  if (!slot) return; // it was removed
+  const isOfOther = message.page !== undefined && message.page !== lab.name;
+  if (!slot || isOfOther) return; // the slot was removed, or it is of another page
   if (message.kind === "shards") {
     slot.askedShards = null;
     slot.shards = message.shards;
@@ -245,7 +253,9 @@ function documentOf(lab) {
   return { ...answers[0].document, plans: answers.flatMap(({ document }) => document.plans) };
 }
 function drawLab(lab) {
+  const began = performance.now();
   const data = documentOf(lab);
+  lab.get("page").classList.toggle("two", data?.plans.length === 2); // their lanes need more room
   if (data && !lab.page) openPage(lab, data);
   else if (data) show(lab.page, data, lab.active);
   if (lab.slots.A.answer) drawControls(lab);
@@ -257,6 +267,7 @@ function drawLab(lab) {
     lab.get("code").textContent = activeSlot(lab).answer.code;
   }
   drawBar(lab);
+  lab.get("page").dataset.drawn = (performance.now() - began).toFixed(0); // milliseconds
 }
 function openPage(lab, data) {
   lab.get("answer").hidden = false;
@@ -300,7 +311,9 @@ function drawBar(lab) {
   lab.get("link").textContent = lab.engine.linkTitle;
   const { error } = activeSlot(lab);
   lab.get("answer").classList.toggle("stale", Boolean(error));
-  lab.get("refused").textContent = error ? error.text : "";
+  // Without a control or a leaf to stand beside, an error stands above.
+  const isAbove = error && !controlOf(lab, error.field) && !rowOf(lab, error.field);
+  lab.get("refused").textContent = isAbove ? error.text : "";
   drawStatus(lab);
   if (lab.page) lab.engine.onFragment(linkFragment(lab));
 }
@@ -344,8 +357,10 @@ function drawWords(lab) {
     words = `${B ? "B against A" : "the last change"}: ${changes.join(" · ")}`;
   }
   lab.get("words").textContent = words;
+  lab.get("words").title = words; // a narrow page has not all of it
 }
 function changeWords(a, b, title, format) {
+  if (a === undefined || b === undefined) return `${title} –`; // of a large model some are not known
   if (Math.abs(b - a) <= 0.0005 * Math.max(Math.abs(a), Math.abs(b))) return `${title} =`;
   const sign = b > a ? "+" : "−";
   const share = a ? ` (${sign}${percent(Math.abs(b / a - 1))})` : "";

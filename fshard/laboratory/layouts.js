@@ -18,7 +18,7 @@ export function drawLayouts(lab) {
   const present = axes.filter(({ size }) => size > 1);
   lab.get("axes").innerHTML = present.map(({ name, size, role }) => (
     `<span class="chip fixed" title="${escaped(role ?? "")}">${escaped(name)} ${integer(size)}</span>`)).join(" ");
-  const head = ["leaf", "dims", "flattened", "not along", ["on a device"], ""];
+  const head = ["leaf", "dims", "flat", "off", ["on a device"], ""];
   lab.get("layouts").innerHTML = table(head, leaves.map((leaf) => leafRow(lab, leaf, error)));
   focusAgain(lab, focus);
   drawShards(lab);
@@ -89,6 +89,11 @@ function drawShards(lab) {
   box.innerHTML = picture || "<small>choose a leaf to see its shards</small>";
 }
 
+/** The row of the leaf that a field of the state is about; undefined for another field. */
+export function rowOf(lab, field) {
+  const rows = [...lab.get("layouts").querySelectorAll("tr")];
+  return rows.find((row) => field === `overrides.${row.dataset.pattern}`);
+}
 /** What has the focus in the table: a leaf, and an axis of it. */
 function focusOf(lab) {
   const element = lab.root.activeElement;

@@ -1,6 +1,6 @@
 """The leaves of a step as the lab shows them: a row for all layers, and the axes on its dims.
 
-    layers.*.q.weight   bf16[256, 256]   model | -   flat: data   2 leaves, 128 KiB, 16 KiB a device
+layers.*.q.weight   bf16[256, 256]   model | -   flat: data   2 leaves, 128 KiB, 16 KiB a device
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fshard.explore.svg import html_of
 from fshard.laboratory.state import LabState
 from fshard.laboratory.subject import overrides_on_mesh
 from fshard.mesh.layout import Mesh, P
-from fshard.mesh.layout.sharded import ShardType, Sharded, typeof
+from fshard.mesh.layout.sharded import Sharded, ShardType, typeof
 from fshard.mesh.layout.tree import flatten_with_paths
 from fshard.parallelism.value import Parallelism
 from fshard.plan.cost import Cost
@@ -114,6 +114,8 @@ def layouts_shown(
     for group in groups:
         movable = _movable_axes(group, plan, layer_plan)
         why = _why(group.name, layer_plan)
+        if not movable and not why:
+            why = _why_fixed(plan)
         row = _row(group, cost.mesh, movable, why)
         rows.append({**row, "overridden": group.pattern in overrides})
     batch = batch_group(cost, plan)
@@ -153,13 +155,23 @@ def _movable_axes(group: LeafGroup, plan: Parallelism, layer_plan: Plan | None) 
     """Return the axes that may be dragged onto another dim of a leaf."""
     is_of_experts = group.name.split(".")[-2:-1] == ["experts"]
     movable = list[str]()
-    if not plan.in_stages:
+    # Beside local axes a step shards along all others by flattened shards only.
+    if not plan.in_stages and not plan.local_axes:
         movable += [axis for axis in plan.zero_axes if plan.axes[axis] > 1 and not is_of_experts]
     if layer_plan is not None and "model" in plan.inner_axes and plan.tensor > 1:
         is_of_product = group.name in {**layer_plan.layers, **layer_plan.replicated}
         if is_of_product:
             movable.append("model")
     return movable
+
+
+def _why_fixed(plan: Parallelism) -> str:
+    """Return why no axis of a leaf can be dragged."""
+    if plan.in_stages:
+        return "each stage has rules of its own"
+    if plan.local_axes:
+        return "beside axes of layers, tokens or experts ZeRO shards flattened leaves only"
+    return "no axis of the mesh has several devices that ZeRO shards along"
 
 
 def _why(name: str, layer_plan: Plan | None) -> str:

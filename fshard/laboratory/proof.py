@@ -35,7 +35,12 @@ MOST_TOKENS = 16_384
 
 STEPS = 2
 
-_WORDS = {"EXACT": "equal", "BOUNDED": "rounding", "DIVERGENT": "differs", "INCONCLUSIVE": "differs"}
+_WORDS = {
+    "EXACT": "equal",
+    "BOUNDED": "rounding",
+    "DIVERGENT": "differs",
+    "INCONCLUSIVE": "differs",
+}
 """The words for the verdicts of a certificate."""
 
 _ORDER = ("equal", "rounding", "differs")
@@ -54,7 +59,9 @@ def why_not_proven(answer: Answer) -> str:
     if state.model is None:
         return "Certify a module of your own by fs.testing.certify_module."
     if plan.devices > MOST_DEVICES:
-        return f"A proof runs on at most {MOST_DEVICES} virtual devices; these are {plan.devices:,}."
+        return (
+            f"A proof runs on at most {MOST_DEVICES} virtual devices; these are {plan.devices:,}."
+        )
     if model.parameters > MOST_PARAMETERS:
         return (
             f"A proof trains at most {MOST_PARAMETERS:,} parameters; these are "

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, cast
@@ -227,7 +227,7 @@ def _given_fields(plan: Parallelism) -> dict[str, Any]:
     """
     values = dict(vars(plan))
     del values["data"]  # it follows from `devices`
-    automatic = Parallelism(**{**values, "microbatches": None})
+    automatic = replace(plan, data=None, microbatches=None)
     if automatic.microbatches == plan.microbatches:
         values["microbatches"] = None
     needs_two = plan.in_stages and plan.schedule not in ONE_STAGE
@@ -321,7 +321,9 @@ def _validate_model(model: Transformer) -> None:
             _refuse(f"model.{each.name}", "true or false", value)
     for name, choices in MODEL_CHOICES.items():
         if getattr(model, name) not in choices:
-            _refuse(f"model.{name}", f"one of {', '.join(map(repr, choices))}", getattr(model, name))
+            _refuse(
+                f"model.{name}", f"one of {', '.join(map(repr, choices))}", getattr(model, name)
+            )
 
     if not model.head_dim and model.hidden % model.heads:
         _refuse("model.heads", f"a divisor of hidden={model.hidden}", model.heads)

@@ -68,6 +68,7 @@ class Subject:
 
     def tracer(self, state: LabState) -> LayerTracer:
         """Return the tracer of the layers, without overrides."""
+        self.layered(state)  # raises without a model
         return self._tracer(state.model, state.optimizer, state.cluster)
 
     def overridden(self, state: LabState) -> LayeredModel:

@@ -8,8 +8,8 @@ const engine = {
   linkOf: (fragment) => `${location.href.split("#")[0]}#${fragment}`,
   onFragment: (fragment) => history.replaceState(null, "", `#${fragment}`),
   async send(message) {
-    const { id, slot } = message;
-    const failure = (text) => ({ id, slot, kind: "error", field: "", text });
+    const { id, page, slot } = message;
+    const failure = (text) => ({ id, page, slot, kind: "error", field: "", text });
     let answer = null;
     try {
       const response = await fetch(`answer?token=${token}`, { method: "POST", body: JSON.stringify(message) });
@@ -23,3 +23,4 @@ const engine = {
 const lab = openLab(document, engine, { fragment: location.hash.slice(1) });
 const events = new EventSource(`events?token=${token}`);
 events.addEventListener("message", ({ data }) => receive(lab, JSON.parse(data)));
+addEventListener("hashchange", () => location.reload()); // another link was pasted

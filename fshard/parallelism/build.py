@@ -267,7 +267,8 @@ def rules_with(layouts: Mapping[str, P], rules: Rules, names: Iterable[str]) -> 
     for name in names:
         # A name and a pattern that both match a parameter would contradict each other.
         if not any([matches(pattern, name) for pattern in layouts]):
-            others[name] = rules(name, None) if callable(rules) else rules[name]
+            spec: Any = rules(name, None) if callable(rules) else rules[name]
+            others[name] = spec
     return {**layouts, **others}
 
 

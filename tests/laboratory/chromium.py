@@ -7,6 +7,11 @@ import shutil
 import subprocess
 import time
 import urllib.request
+from pathlib import Path
+
+import pytest
+
+websocket = pytest.importorskip("websocket", reason="websocket-client comes with JupyterLab")
 
 CHROMIUM = shutil.which("chromium")
 
@@ -21,22 +26,14 @@ class Tab:
     """One page of a chromium that runs without a window, until `close`."""
 
     def __init__(self, folder, width=1280, height=900):
-        import websocket
-
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
         options += ["--remote-allow-origins=*", f"--user-data-dir={folder}", "--hide-scrollbars"]
         self._process = subprocess.Popen(
             [CHROMIUM, *options, f"--window-size={width},{height}", "about:blank"],
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=subprocess.DEVNULL,
         )
-        address = None
-        for line in self._process.stderr:
-            if "DevTools listening on" in line:
-                address = line.split()[-1]
-                break
-        host = address.split("/")[2]
+        host = f"127.0.0.1:{self._port(Path(folder) / 'DevToolsActivePort')}"
         with urllib.request.urlopen(f"http://{host}/json/list") as reply:
             pages = json.load(reply)
         page = next(each for each in pages if each["type"] == "page")
@@ -46,6 +43,16 @@ class Tab:
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
         self.resize(width, height)
+
+    def _port(self, path, seconds=60):
+        """Return the port of the DevTools, which chromium writes into its folder."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            lines = path.read_text().split() if path.exists() else []
+            if lines:
+                return lines[0]
+            time.sleep(0.05)
+        raise AssertionError(f"chromium must write {path} within {seconds} s")
 
     def close(self):
         self._socket.close()
