@@ -70,6 +70,14 @@ def test_pretraining_on_four_devices_has_the_bits_of_one(one_device, tmp_path):
     assert expected[STEPS]["held_out_loss"] < expected[3]["held_out_loss"]
 
 
+def test_pretraining_that_is_not_reproducible_is_near_that_of_one_device(one_device, tmp_path):
+    pretrain("train.py", tmp_path, "--mesh", "data=4", "--zero", "1")
+
+    expected, _ = one_device
+    for step, actual in curves(tmp_path).items():
+        assert actual == pytest.approx(expected[step], rel=1e-4)
+
+
 def test_pretraining_in_two_processes_has_the_bits_of_one_device(one_device, tmp_path):
     options = ("train.py", tmp_path, "--zero", "1", "--reproducible")
 
