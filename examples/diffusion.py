@@ -58,9 +58,9 @@ class Block(nn.Module):
         nn.init.zeros_(self.of_time.bias)
 
     def forward(self, x, time):
-        scale, shift, gate, mlp_scale, mlp_shift, mlp_gate = (
-            self.of_time(F.silu(time))[:, None].chunk(6, -1)  # (batch, 1, width) each
-        )
+        scale, shift, gate, mlp_scale, mlp_shift, mlp_gate = self.of_time(F.silu(time))[
+            :, None
+        ].chunk(6, -1)  # (batch, 1, width) each
         y = F.layer_norm(x, (WIDTH,)) * (1 + scale) + shift
         q, k, v = self.qkv(y).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v)  # (batch, heads, patches, width / heads)
@@ -119,7 +119,9 @@ def main():
         return F.mse_loss(direction, noise - pictures)
 
     params = fs.shard_params(params, fs.fsdp("data"), mesh=mesh)
-    opt = fs.optim.adamw(fs.optim.schedules.warmup_cosine(2e-3, warmup=args.steps // 10, steps=args.steps))
+    opt = fs.optim.adamw(
+        fs.optim.schedules.warmup_cosine(2e-3, warmup=args.steps // 10, steps=args.steps)
+    )
     opt = fs.partition_optimizer(opt, mesh=mesh, axis="data", stage=3)
     step = fs.train_step(loss_fn, opt, mesh=mesh, batch=P("data"), reproducible=True, donate=True)
     state = opt.init(params)

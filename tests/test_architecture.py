@@ -255,7 +255,7 @@ def test_folders_have_at_most_16_files():
 
 
 def test_tests_mirror_the_packages():
-    """A folder of tests is of a package, or of a module that has many."""
+    """A folder of tests is of a package, of a module that has many, or of the examples."""
     tests = Path(__file__).parent
     folders = {path.parent.relative_to(tests) for path in tests.rglob("*.py")}
     strangers = []

@@ -52,7 +52,9 @@ def picture(runs):
     for loss in range(0, highest + 1, 2):
         y = TOP + HEIGHT * (1 - loss / highest)
         lines.append(f'<path d="M{LEFT} {y} h{WIDTH}" {grey}/>')
-        lines.append(f'<text x="{LEFT - 8}" y="{y + 4}" fill="#808080" text-anchor="end">{loss}</text>')
+        lines.append(
+            f'<text x="{LEFT - 8}" y="{y + 4}" fill="#808080" text-anchor="end">{loss}</text>'
+        )
     for part in range(5):
         x = LEFT + WIDTH * part / 4
         y = TOP + HEIGHT + 18
@@ -83,7 +85,9 @@ def main(out, *names_and_folders):
     for name in others:
         steps = runs[name].keys() & runs[first_name].keys()
         unlike = [step for step in steps if runs[name][step] != runs[first_name][step]]
-        print(f"{name} and {first_name}: {len(steps) - len(unlike)} of {len(steps)} steps are equal")
+        print(
+            f"{name} and {first_name}: {len(steps) - len(unlike)} of {len(steps)} steps are equal"
+        )
     Path(out).write_text(picture(runs))
 
 

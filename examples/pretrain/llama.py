@@ -33,6 +33,8 @@ def rotated(x):
 
 
 class Attention(nn.Module):
+    """Each token attends to those before it; several heads of queries share one of keys and values."""
+
     def __init__(self, sizes):
         super().__init__()
         self.head = sizes.width // sizes.heads
@@ -44,7 +46,9 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = (
-            project(x).unflatten(-1, (-1, self.head)).transpose(1, 2)  # (batch, heads, tokens, head)
+            project(x)
+            .unflatten(-1, (-1, self.head))
+            .transpose(1, 2)  # (batch, heads, tokens, head)
             for project in (self.q, self.k, self.v)
         )
         attended = F.scaled_dot_product_attention(
@@ -54,6 +58,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """SwiGLU: two matrices side by side, of which one is the gate of the other, then a third."""
+
     def __init__(self, sizes):
         super().__init__()
         self.gate = nn.Linear(sizes.width, sizes.hidden, bias=False)
@@ -65,6 +71,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention, then an MLP or experts, each behind a norm and added to its input."""
+
     def __init__(self, sizes):
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.width)

@@ -20,9 +20,7 @@ from fshard import P
 def main():
     processes = PartialState(cpu=True).num_processes  # accelerate starts torch.distributed
     replicas = 2 if processes % 4 == 0 else 1
-    config = ParallelismConfig(
-        dp_replicate_size=replicas, dp_shard_size=processes // replicas
-    )
+    config = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=processes // replicas)
     mesh = fs.mesh.from_device_mesh(config.build_device_mesh("cpu"))
 
     torch.manual_seed(0)
