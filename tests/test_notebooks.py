@@ -118,6 +118,19 @@ def test_notebook_has_the_exercises_of_its_topic_in_order(path, topic):
     assert source.count("exercise.check(") == len(names)
 
 
+def test_path_of_the_docs_has_the_minutes_of_all_notebooks():
+    page = (ROOT / "docs" / "learn.md").read_text()
+    path, _, rest = page.partition("## Then")
+    row = re.compile(r"\(\.\./notebooks/(\w+)\.ipynb\) \| (\d+) \|")
+    minutes = {name: int(number) for name, number in row.findall(page)}
+
+    for notebook in NOTEBOOKS:
+        source = notebook.read_text()
+        assert f"*{minutes[notebook.stem]} minutes with the exercises" in source, notebook.stem
+    assert sum(map(int, re.findall(r"\| (\d+) \|", path))) == 180
+    assert len(minutes) == len(NOTEBOOKS)
+
+
 def anonymous(text):
     """Cut off where this machine keeps the repository and Python: tracebacks name their files."""
     for folder in (str(ROOT), sys.base_prefix):
