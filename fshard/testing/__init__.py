@@ -24,6 +24,7 @@ from fshard.testing.certify import (
     dyadic_like,
 )
 from fshard.testing.exercises import exercise
+from fshard.testing.grading import Exercise
 from fshard.testing.kill import kill, moments
 from fshard.testing.processes import Processes, run_processes
 from fshard.testing.programs import certify_program, certify_script
@@ -38,6 +39,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Certificate",
+    "Exercise",
     "Processes",
     "certify",
     "certify_module",

@@ -109,6 +109,8 @@ class Exercise:
             self.grade(answer)
         except WrongAnswer as mistake:
             return Remark("not yet", str(mistake))
+        except SystemExit:
+            return Remark("not yet", "The answer ends the program. Return the result instead.")
         except KeyboardInterrupt:
             return Remark("not yet", "The check was stopped. Does a loop of the answer end?")
         except Exception as error:  # of the learner's code: all kinds are expected
@@ -188,18 +190,20 @@ def grade_results(
         if not is_same(result, right):
             place, got, wanted = _first_difference(result, right)
             where = _described(form, case) + place
-            raise WrongAnswer(
-                f"For {where} the answer is {_shown(got)}; the program has {_shown(wanted)}."
-            )
+            raise WrongAnswer(f"For {where} the answer is {got}; the program has {wanted}.")
 
 
 def as_function(answer: Any, form: str) -> Callable[..., Any]:
     """Return the answer if it is a function of as many arguments as its form has."""
     if not callable(answer) or isinstance(answer, type):
         raise WrongAnswer(f"The answer must be a function, `{form}`; got {_shown(answer)}.")
+    if inspect.iscoroutinefunction(answer) or inspect.isgeneratorfunction(answer):
+        raise WrongAnswer("The answer must be a plain function: `def` with `return`.")
     names = _names(form)
     try:
         inspect.signature(answer).bind(*names)
+    except ValueError:
+        return answer  # a builtin without a signature
     except TypeError:
         raise WrongAnswer(
             f"The answer is called as `{form}`, with {len(names)} arguments; "
@@ -358,17 +362,23 @@ def _line_of(error: Exception) -> str:
     return (lines[-1] or "") if lines else ""
 
 
-def _first_difference(x: Any, y: Any) -> tuple[str, Any, Any]:
-    """Return the device whose results differ, and the values there."""
-    if isinstance(x, PerDevice) and isinstance(y, (list, tuple)):
-        for device, (left, right) in enumerate(zip(x, y, strict=False)):
+def _first_difference(x: Any, y: Any) -> tuple[str, str, str]:
+    """Return where two results first differ, and the two values there."""
+    place = ""
+    is_pair = isinstance(x, (list, tuple)) and isinstance(y, (list, tuple))
+    is_nested = is_pair and any(isinstance(item, (Tensor, list, tuple)) for item in y)
+    if (is_nested or isinstance(x, PerDevice)) and len(x) == len(y):
+        for number, (left, right) in enumerate(zip(x, y, strict=True)):
             if not is_same(left, right):
-                return f", on device {device},", *_first_difference(left, right)[1:]
-    if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)) and len(x) == len(y):
-        for left, right in zip(x, y, strict=True):
-            if isinstance(left, Tensor) and not is_same(left, right):
-                return "", left, right
-    return "", x, y
+                if isinstance(x, PerDevice):
+                    place = f", on device {number},"
+                inner, left_text, right_text = _first_difference(left, right)
+                return place + inner, left_text, right_text
+    if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.ndim > 0:
+        differs = ~torch.isclose(x.double(), y.double(), rtol=1e-4, atol=1e-5)
+        index = differs.nonzero()[0].tolist()
+        return f" at {index}", f"{float(x[*index]):g}", f"{float(y[*index]):g}"
+    return place, _shown(x), _shown(y)
 
 
 def _names(form: str) -> list[str]:

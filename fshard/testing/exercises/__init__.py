@@ -29,7 +29,7 @@ TOPICS = (
     "failures",
     "from_nothing",
 )
-"""In the order of the notebooks; the last is the guide that builds ZeRO from nothing."""
+"""In the order of the notebooks."""
 
 
 def exercises(topic: str) -> tuple[Exercise, ...]:

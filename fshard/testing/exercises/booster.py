@@ -82,6 +82,8 @@ def _grade_plugin(answer: Any) -> None:
         plugin = function(mesh)
         if not isinstance(plugin, _PLUGINS):
             raise WrongAnswer("The answer must return a plugin, such as `fs.DDPPlugin(mesh=mesh)`.")
+        if plugin.mesh is not mesh:
+            raise WrongAnswer("The plugin must have the mesh that is given: `mesh=mesh`.")
         model = nn.Linear(64, 64, bias=False, device="meta")
         optimizer = torch.optim.AdamW(model.parameters())
         state = fs.Booster(plugin).init(model, optimizer, nn.MSELoss())

@@ -62,8 +62,8 @@ WRITTEN = Exercise(
 )
 
 
-class _Crash(Exception):
-    """The end of the process, in the check of a loop."""
+class _Crash(BaseException):
+    """The end of the process, in the check of a loop: `except Exception` does not catch it."""
 
 
 class _Counted:

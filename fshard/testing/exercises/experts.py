@@ -65,6 +65,9 @@ WEIGHTS = Exercise(
             "All experts have the same weight. Those with larger logits have more.": (
                 lambda tokens, experts, k: torch.full((tokens, k), 1 / k)
             ),
+            "The largest comes first: as `topk` returns them.": (
+                lambda tokens, experts, k: _weights(tokens, experts, k).flip(1)
+            ),
             "These are the weights of all experts. Only k of them get the token.": (
                 lambda tokens, experts, k: _logits(tokens, experts).softmax(1)
             ),

@@ -102,6 +102,8 @@ def _grade_mesh(answer: Any) -> None:
             continue
         if not isinstance(mesh, fs.Mesh):
             raise WrongAnswer(f"Of the devices {devices} the answer must make a mesh of all.")
+        if mesh.axis_names != ("data",):
+            raise WrongAnswer(f'The axis must be "data"; got {", ".join(mesh.axis_names)}.')
         if mesh.size != len(devices):
             raise WrongAnswer(f"Of {len(devices)} devices the mesh has {mesh.size}.")
         if tuple(mesh.devices) != devices:

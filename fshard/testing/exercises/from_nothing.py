@@ -1,4 +1,4 @@
-"""Exercises of the guide "ZeRO from nothing": five stops, the last of which is a training step."""
+"""Exercises of the notebook "ZeRO from nothing": five stops, the last is a training step."""
 
 from __future__ import annotations
 

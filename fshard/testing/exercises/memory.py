@@ -63,6 +63,8 @@ def _grade_in_place(answer: Any) -> None:
         with fs.memory.limit() as used:
             y = function(given)
             peak = used.peak() - x.nbytes
+        if not isinstance(y, Tensor):
+            raise WrongAnswer("The answer must return a tensor.")
         if not torch.equal(given, x):
             raise WrongAnswer(
                 "The argument itself is changed in place. Begin with an operation that makes a new"

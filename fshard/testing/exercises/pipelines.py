@@ -37,6 +37,9 @@ BUBBLE = Exercise(
         {
             "That is the idle time relative to the work. Of the entire time it is less: idle and"
             " work are both in it.": lambda stages, microbatches: (stages - 1) / microbatches,
+            "That is in percent. The bubble is a part of 1, such as 1/4.": (
+                lambda stages, microbatches: 100 * _bubble(stages, microbatches)
+            ),
             "That is the part in which it works. The bubble is the rest.": (
                 lambda stages, microbatches: microbatches / (microbatches + stages - 1)
             ),

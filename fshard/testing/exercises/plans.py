@@ -119,6 +119,8 @@ def _grade_layout(answer: Any) -> None:
                 f"The plan is of {plan.devices} devices, not of {devices}: data * pipeline * tensor"
                 " must be all of them."
             )
+        if plan.schedule != "1f1b":
+            raise WrongAnswer(f'The schedule must be "1f1b"; it is "{plan.schedule}".')
         if plan.zero_stage < 1:
             raise WrongAnswer(
                 "Each device stores the state of its layers in full: `zero_stage=1` divides it"

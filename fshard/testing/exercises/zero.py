@@ -170,8 +170,9 @@ def _grade_reduce(answer: Any) -> None:
         count = sent(lambda m=mesh, n=n: results.append(on_devices(function, m, _grads(n))))
         if count > _half_of_psum(n) and is_same(results[-1], _mean_shards(n)):
             raise WrongAnswer(
-                "The values are right, but a `psum` sends twice what is needed: half of it is"
-                " `fs.psum_scatter`, which leaves each device its shard of the sum."
+                f"The values are right, but a device sends {float(count):g} bytes, where"
+                f" {float(_half_of_psum(n)):g} are enough: one collective sums, and leaves each"
+                " device its shard of the sum."
             )
     grade_results(
         results,

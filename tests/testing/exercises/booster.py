@@ -21,6 +21,7 @@ WRONG = {
     "booster.plugin": {
         "all of it": lambda mesh: fs.DDPPlugin(mesh=mesh),
         "gathered for each use": lambda mesh: fs.FSDPPlugin(mesh=mesh),
+        "`mesh=mesh`": lambda mesh: fs.ZeroPlugin(stage=1),
         "return a plugin": lambda mesh: "zero1",
         "raises": lambda mesh: fs.ZeroPlugin(stage=3, mesh=mesh),
     },

@@ -34,6 +34,7 @@ WRONG = {
         "do not sum to 1": lambda logits, k: logits.softmax(1).topk(k, 1).values,
         "logits themselves": lambda logits, k: logits.topk(k, 1).values,
         "same weight": lambda logits, k: torch.full((len(logits), k), 1 / k),
+        "comes first": lambda logits, k: logits.sort(1).values[:, -k:].softmax(1),
         "of all experts": lambda logits, k: logits.softmax(1),
         "numbers of the experts": lambda logits, k: logits.topk(k, 1).indices,
     },

@@ -29,6 +29,12 @@ def of_first_devices(devices):
     return fs.make_mesh({"data": len(devices)})
 
 
+def of_other_axis(devices):
+    if 8 % len(devices) != 0:
+        return None
+    return fs.make_mesh({"x": len(devices)}, devices=devices)
+
+
 def of_one(devices):
     return make_mesh(devices[:1])
 
@@ -50,6 +56,7 @@ WRONG = {
         "must be None": lambda devices: fs.make_mesh({"data": len(devices)}, devices=devices),
         "are left": of_first_devices,
         "the mesh has 1": of_one,
+        'must be "data"': of_other_axis,
         "a mesh of all": lambda devices: None,
     },
     "failures.interval": {

@@ -105,7 +105,7 @@ def past_the_end(shards, x, start, layer):
     return x
 
 
-def step(shards, moments, x, y, loss_fn=params_loss, moved=True):
+def own_step(shards, moments, x, y, loss_fn=params_loss, moved=True):
     grads, loss = torch.func.grad_and_value(loss_fn)(shards, x, y)
     moments = [0.9 * m + g for m, g in zip(moments, grads, strict=True)]
     moves = moments if moved else grads
@@ -137,7 +137,7 @@ SOLUTIONS = {
     "from_nothing.state": lambda params, moments, grads: state(params, moments, grads),
     "from_nothing.params": lambda shards, x, y: params_loss(shards, x, y),
     "from_nothing.prefetch": prefetch,
-    "from_nothing.step": lambda shards, moments, x, y: step(shards, moments, x, y),
+    "from_nothing.step": lambda shards, moments, x, y: own_step(shards, moments, x, y),
 }
 
 WRONG = {
@@ -169,10 +169,10 @@ WRONG = {
         "IndexError": past_the_end,
     },
     "from_nothing.step": {
-        "own rows alone": lambda s, m, x, y: step(s, m, x, y, replicated),
-        "average it": lambda s, m, x, y: step(s, m, x, y, summed),
-        "own rows, and gradients": lambda s, m, x, y: step(s, m, x, y, local),
-        "not used": lambda s, m, x, y: step(s, m, x, y, moved=False),
+        "own rows alone": lambda s, m, x, y: own_step(s, m, x, y, replicated),
+        "average it": lambda s, m, x, y: own_step(s, m, x, y, summed),
+        "own rows, and gradients": lambda s, m, x, y: own_step(s, m, x, y, local),
+        "not used": lambda s, m, x, y: own_step(s, m, x, y, moved=False),
         "in place": step_in_place,
         "(shards, moments, loss)": lambda s, m, x, y: params_loss(s, x, y),
     },

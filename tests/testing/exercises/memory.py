@@ -44,6 +44,7 @@ WRONG = {
     "memory.in_place": {
         "its operand is there": lambda x: torch.tanh(x) * 2 + 1,
         "argument itself": lambda x: x.tanh_().mul_(2).add_(1),
+        "return a tensor": lambda x: (torch.tanh(x) * 2 + 1).tolist(),
         "values are not": lambda x: torch.tanh(x).mul_(2),
     },
     "memory.recompute": {

@@ -42,6 +42,7 @@ SOLUTIONS = {
 WRONG = {
     "pipelines.bubble": {
         "relative to the work": lambda k, m: (k - 1) / m,
+        "in percent": lambda k, m: 100 * (k - 1) / (m + k - 1),
         "which it works": lambda k, m: m / (m + k - 1),
         "not for K": lambda k, m: k / (m + k),
         "M - 1 others": lambda k, m: (k - 1) / (m + k),

@@ -40,6 +40,7 @@ WRONG = {
         "`zero_stage=1`": lambda devices, node: layout(devices, node, zero_stage=0),
         "ZeRO 2 and 3": lambda devices, node: layout(devices, node, zero_stage=2),
         "The bubble is": lambda devices, node: layout(devices, node, microbatches=8),
+        'must be "1f1b"': lambda devices, node: layout(devices, node, schedule="gpipe"),
         "must return": lambda devices, node: {"tensor": node},
     },
 }

@@ -4,14 +4,19 @@ The oracle is the table of answers beside this file: a topic a file, each with i
 with wrong answers by a part of the hint that they must get.
 """
 
+import json
 import re
 from importlib import import_module
+from inspect import getsource
+from pathlib import Path
 
 import pytest
 import torch
 
 import fshard as fs
 from fshard.testing.exercises import TOPICS, exercises
+from fshard.testing.programs.source import program_named
+from tests.testing.exercises import from_nothing
 
 ANSWERS = {topic: import_module(f"tests.testing.exercises.{topic}") for topic in TOPICS}
 ALL = [one for topic in TOPICS for one in exercises(topic)]
@@ -88,3 +93,39 @@ def test_exercise_of_another_name_raises_with_the_names():
         fs.testing.exercise("zero.flat")
     with pytest.raises(ValueError, match="meshes"):
         fs.testing.exercise("mesh.flat")
+
+
+FILE_OF_OWN_STEP = Path(__file__).parents[3] / "notebooks" / "14_zero_from_nothing.ipynb"
+
+
+def own_program(folder, answer):
+    """Return the program of the notebook's own.py, with a step of the answers to its exercise."""
+    cells = json.loads(FILE_OF_OWN_STEP.read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    (source,) = (text for text in sources if text.startswith("%%writefile own.py"))
+    empty = "def step(shards, moments, x, y):\n    return ..."
+    assert empty in source
+
+    functions = [from_nothing.params_loss, from_nothing.replicated, from_nothing.summed]
+    functions += [from_nothing.local, from_nothing.own_step]
+    parts = "\n\n".join(getsource(function) for function in functions)
+    step = f"def step(shards, moments, x, y):\n    return own_step(shards, moments, x, y{answer})"
+    file = folder / "own.py"
+    text = source.partition("\n")[2].replace(empty, f"{parts}\n\n{step}")
+    file.write_text(text)
+    return program_named(f"{file}:program")
+
+
+def test_own_step_of_the_notebook_is_certified_in_processes(certified, tmp_path):
+    certificate = certified(own_program(tmp_path, ""), {"data": 2})
+
+    assert certificate.ok
+    assert {row.leaf for row in certificate.rows} == {"loss", "shards.0", "shards.1", "shards.2"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("answer", [", replicated", ", summed", ", local", ", moved=False"])
+def test_own_step_with_a_mistake_diverges_in_processes(certified, tmp_path, answer):
+    certificate = certified(own_program(tmp_path, answer), {"data": 2}, check=False)
+
+    assert certificate.first.verdict == "DIVERGENT"

@@ -1,5 +1,7 @@
 """Answers to the exercises of ZeRO: the right ones, and wrong ones by a part of their hint."""
 
+import sys
+
 import torch
 
 import fshard as fs
@@ -84,6 +86,7 @@ WRONG = {
         "do not shard the parameters": lambda numbers, n, stage: 16 * numbers / (n if stage else 1),
         "All stages are the same": lambda numbers, n, stage: 16 * numbers,
         "must be a function": 16,
+        "the program has 768": max,
         "with 3 arguments": lambda numbers, n: 16 * numbers / n,
         "ZeroDivisionError": lambda numbers, n, stage: numbers / stage,
         "return": lambda numbers, n, stage: None,
@@ -96,12 +99,14 @@ WRONG = {
     },
     "zero.reduce": {
         "shard of the sum": lambda grad: fs.psum_scatter(grad, "data"),
-        "twice what is needed": by_psum,
+        "are enough": by_psum,
         "shard alone": lambda grad: fs.pmean(grad, "data"),
         "own gradient": own_rows,
         "divides by 4": lambda grad: fs.psum_scatter(grad, "data") / 4,
         "never call": on_one_device_only,
         "in place": in_place,
+        "ends the program": lambda grad: sys.exit(1),
+        "axes bound here": lambda grad: fs.psum_scatter(grad, "model"),
     },
     "zero.gather_at_use": {
         "promise that all devices": replicated_gather,
