@@ -395,13 +395,23 @@ class PlanEstimate:
 
     @cached_property
     def formula_terms(self) -> dict[str, float]:
-        """The seconds of a step by the formulas, by what they are for."""
-        slowest = max([device.forward + device.backward for device in self.by_device])
-        work = slowest * cast(int, self.plan.microbatches)
+        """The seconds of a step by the formulas, by what they are for.
+
+        Those of the layers are their operations, and the messages along each axis that these wait
+        for.
+        """
+        slowest = max(self.by_device, key=lambda device: device.forward + device.backward)
+        microbatches = cast(int, self.plan.microbatches)
+        work = (slowest.forward + slowest.backward) * microbatches
+        messages = dict[str, float]()
+        for axes, seconds in slowest.exposed.items():
+            messages[f"messages: {axes}"] = seconds * microbatches
+        operations = work - sum(messages.values())
         # Without stages, and without gathers beside the layers, nothing waits.
         has_waits = self.plan.in_stages or shards_params(self.plan)
         total = float(self._simulation.makespan) if has_waits else work
-        terms = {"layers": work, "waits": max(total - work, 0.0), **self._after_layers}
+        waits = max(total - work, 0.0)
+        terms = {"layers": operations, **messages, "waits": waits, **self._after_layers}
         slowest_device = self.cluster.slowest(self.plan.devices)
         return {name: seconds * slowest_device for name, seconds in terms.items()}
 

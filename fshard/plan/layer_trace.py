@@ -11,12 +11,13 @@ from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from fshard.errors import PlanError
 from fshard.memory.limit import open_usages
 from fshard.memory.placement import abstract_like
-from fshard.mesh.layout import PyTree, flatten, map_leaves
+from fshard.mesh.layout import PyTree, flatten, map_leaves, unflatten
 from fshard.mesh.layout.make import make_mesh
 from fshard.mesh.layout.sharded import Sharded, key_of
 from fshard.mesh.runtimes.abstract import represented
@@ -109,6 +110,9 @@ class LayerTrace:
     def run_layer(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the layer: a phase of the forward, and of the backward."""
         self.begin("layer")
+        if not _differentiable((args, kwargs)) and self.model.layers > 1:
+            # Only the first layer has no gradient of its input: this one stands for all.
+            args, kwargs = _with_gradient((args, kwargs), layer)
         # The gradient of the layer's input is there when its backward ends.
         for x in _differentiable((args, kwargs))[:1]:
             x.register_hook(lambda _: self.begin("first backward"))
@@ -216,6 +220,30 @@ class LayerTrace:
 def _differentiable(tree: PyTree) -> list[Any]:
     leaves = flatten(tree)[0]
     return [x for x in leaves if isinstance(x, Tensor | Sharded) and x.requires_grad]
+
+
+class _AfterParameter(torch.autograd.Function):
+    """Returns a tensor as it is; its gradient is computed, as if it depended on a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _with_gradient(tree: PyTree, layer: nn.Module) -> PyTree:
+    """Return arguments whose first floating-point tensor, the hidden states, has a gradient."""
+    trained = _differentiable([*layer.parameters()])
+    leaves, structure = flatten(tree)
+    for index, x in enumerate(leaves):
+        is_hidden_states = isinstance(x, Tensor) and x.is_floating_point()
+        if is_hidden_states and trained:
+            leaves[index] = _AfterParameter.apply(x, trained[0])
+            break
+    return unflatten(structure, leaves)
 
 
 def _bytes_of(tree: PyTree) -> int:

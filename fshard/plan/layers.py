@@ -7,7 +7,8 @@ Repeated layers are traced once, see `layer_trace`, and multiplied.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -22,7 +23,7 @@ from fshard.parallelism.value import Parallelism
 from fshard.plan.cluster import Cluster
 from fshard.plan.layer_trace import LayerTrace, TracedStep
 from fshard.plan.program import LayeredModel
-from fshard.plan.timing import times_of
+from fshard.plan.timing import Times, times_of
 from fshard.plan.trace import PURPOSES, CollectiveStart, Operation, dtype_of_products
 
 
@@ -32,6 +33,7 @@ class LayerCost:
 
     Args:
         forward, backward, update: seconds; the update is that of all their parameters.
+        exposed: seconds of forward and backward that wait for messages, by axes: "data+model".
         flops: operations of matrix products and attention, with those that are recomputed.
         model_flops: these without those that are recomputed: see `_model_flops`.
         parameters, gradients, state: bytes.
@@ -53,18 +55,28 @@ class LayerCost:
     casts: int = 0
     saved: int = 0
     workspace: int = 0
+    exposed: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __add__(self, other: LayerCost) -> LayerCost:
         others = vars(other)
-        sums = {name: value + others[name] for name, value in vars(self).items()}
-        sums["workspace"] = max(self.workspace, other.workspace)  # one runs after the other
-        return LayerCost(**sums)
+        sums = dict[str, Any]()
+        for name, value in vars(self).items():
+            if name not in ("workspace", "exposed"):
+                sums[name] = value + others[name]
+        exposed = dict(self.exposed)
+        for axes, seconds in other.exposed.items():
+            exposed[axes] = exposed.get(axes, 0.0) + seconds
+        workspace = max(self.workspace, other.workspace)  # one runs after the other
+        return LayerCost(**sums, workspace=workspace, exposed=exposed)
 
     def times(self, count: int) -> LayerCost:
         """Return the cost of a number of such layers."""
-        products = {name: value * count for name, value in vars(self).items()}
-        products["workspace"] = self.workspace
-        return LayerCost(**products)
+        products = dict[str, Any]()
+        for name, value in vars(self).items():
+            if name not in ("workspace", "exposed"):
+                products[name] = value * count
+        exposed = {axes: seconds * count for axes, seconds in self.exposed.items()}
+        return LayerCost(**products, workspace=self.workspace, exposed=exposed)
 
 
 class LayerWeights(NamedTuple):
@@ -217,7 +229,8 @@ AFTER_GRADIENTS = 1
 def costs_of(step: TracedStep, cluster: Cluster, mesh: Mesh) -> list[LayerCost]:
     """Return the costs of the phases "first", "layer" and "last"."""
     operations = [event for event in step.events if isinstance(event, Operation)]
-    seconds = _seconds_of_phases(step, operations, cluster, mesh)
+    times = times_of({0: step.events}, cluster, mesh)[0]
+    seconds = _seconds_of_phases(times, operations)
     gradients = _most_gradients(operations)
     casts = _bytes_of_update(step, operations) - gradients
     total = sum(step.parameters.values())
@@ -241,16 +254,24 @@ def costs_of(step: TracedStep, cluster: Cluster, mesh: Mesh) -> list[LayerCost]:
             casts=round(casts * share),
             saved=saved,
             workspace=_workspace(phase, step, operations),
+            exposed=_exposed_of_phases(times, phases),
         )
         costs.append(cost)
     return costs
 
 
-def _seconds_of_phases(
-    step: TracedStep, operations: list[Operation], cluster: Cluster, mesh: Mesh
-) -> dict[str, float]:
+def _exposed_of_phases(times: Times, phases: Sequence[str]) -> dict[str, float]:
+    """Return the seconds in which the operations of some phases wait for messages, by axes."""
+    exposed = dict[str, float]()
+    for phase in phases:
+        for axes, seconds in times.exposed_by_unit[phase].items():
+            name = "+".join(axes)
+            exposed[name] = exposed.get(name, 0.0) + seconds
+    return exposed
+
+
+def _seconds_of_phases(times: Times, operations: list[Operation]) -> dict[str, float]:
     """Return the time from the begin of each phase to that of the next one, or the step's end."""
-    times = times_of({0: step.events}, cluster, mesh)[0]
     phases = [*dict.fromkeys([event.unit for event in operations])]
     begins = [times.begins[phase] for phase in phases]
     seconds = dict[str, float]()

@@ -52,6 +52,7 @@ class Times:
         copies: in which the step waits at its end for copies, messages and collectives that have
             no later wait.
         idle: in which a stage waits for messages of others.
+        exposed_by_unit: the same as `exposed`, of each unit of operations before the wait.
         begins: the times at which units are used first: those of `fshard.memory.mark`.
         timed: the times of all events but waits.
     """
@@ -62,6 +63,9 @@ class Times:
     network: dict[tuple[str, ...], float] = field(default_factory=lambda: defaultdict(float))
     copies: float = 0.0
     idle: float = 0.0
+    exposed_by_unit: dict[str, dict[tuple[str, ...], float]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(float)), repr=False
+    )
     begins: dict[str, float] = field(default_factory=dict[str, float], repr=False)
     timed: list[TimedEvent] = field(default_factory=list[TimedEvent], repr=False)
 
@@ -109,6 +113,7 @@ class DeviceClock:
         self._slowest = cluster.slowest(mesh.size)
         self._now = 0.0
         self._index = 0
+        self._unit = ""  # of the last operation
         self.has_moved = False
         # When a level of the network, or the way between two memories, is free again.
         self._free = defaultdict[object, float](float)
@@ -151,6 +156,7 @@ class DeviceClock:
 
     def _compute(self, event: Operation) -> None:
         begin = self._now
+        self._unit = event.unit
         seconds = self._cluster.seconds_of_operation(
             event.name, event.dtype, event.flops, event.traffic
         )
@@ -205,7 +211,9 @@ class DeviceClock:
         return end
 
     def _wait(self, axes: tuple[str, ...], end: float) -> None:
-        self._times.exposed[axes] += max(end - self._now, 0.0)
+        exposed = max(end - self._now, 0.0)
+        self._times.exposed[axes] += exposed
+        self._times.exposed_by_unit[self._unit][axes] += exposed
         self._now = max(self._now, end)
 
 

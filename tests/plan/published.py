@@ -5,7 +5,11 @@
 A file has the sizes that its paper names. What it leaves out is as in Megatron at the time: a GPT
 (gated = false) has biases, dropout of 0.1, tied words, four times its width, and attention by its
 formula, which "selective" recomputes. A number of samples that was not published is the one of the
-fastest plan that fits.
+fastest plan that fits. Facts of a machine and of its software are keys too:
+
+    network     bytes per second that a device sends to other nodes, where the preset has others
+    engine      "deepspeed": its stages wait for each message (`p2p.send`), reduce gradients when all
+                backwards are over, and add them in operations of their own
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -22,6 +26,7 @@ from typing import Any
 from fshard import optim
 from fshard.parallelism import Parallelism
 from fshard.plan import PlanEstimate, Transformer, cluster
+from fshard.plan.cluster import Cluster
 from fshard.plan.layers import LayerTracer
 from fshard.plan.program import layered_model
 
@@ -116,8 +121,20 @@ class Run:
             return 96 * batch * s * n * h * h * (1 + s / (6 * h) + v / (16 * n * h))
         return model.flops(batch, attention="attention" in self.keys.get("counted", ""))
 
-    def machine(self) -> Any:
-        return cluster(self.keys["gpu"], node=self.keys["node"])
+    def machine(self) -> Cluster:
+        machine = cluster(self.keys["gpu"], node=self.keys["node"])
+        if "network" in self.keys:
+            inside, outside = machine.links
+            outside = replace(outside, bandwidth=self.keys["network"])
+            machine = replace(machine, links=(inside, outside))
+        if self.is_deepspeed:
+            machine = replace(machine, efficiency=replace(machine.efficiency, overlap=0))
+        return machine
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """True if stages are DeepSpeed's: see above."""
+        return self.keys.get("engine") == "deepspeed"
 
     @cached_property
     def tracer(self) -> LayerTracer:
@@ -131,9 +148,9 @@ class Run:
         return max(fitting or estimates[:1], key=self.estimated_of)
 
     def estimated_of(self, estimate: PlanEstimate) -> float:
-        # Megatron adds gradients of microbatches inside of matrix products, fshard in operations
-        # of their own.
-        sums = estimate.terms["sums of gradients"]
+        # Megatron adds gradients of microbatches inside of matrix products, fshard and DeepSpeed
+        # in operations of their own.
+        sums = 0.0 if self.is_deepspeed else estimate.terms["sums of gradients"]
         ratio = estimate.seconds / (estimate.seconds - sums)
         return 100 * ratio * estimate.utilization(self.flops(estimate.plan))
 

@@ -3,11 +3,13 @@ they print is what the plans of Python have.
 """
 
 import json
+from importlib import import_module
 
 import pytest
 
 from fshard.command import main
 from fshard.parallelism import Parallelism
+from tests.helpers.sampled import thorough
 
 CONFIG = {
     "model_type": "llama",
@@ -20,6 +22,12 @@ CONFIG = {
     "max_position_embeddings": 32,
 }
 NARROW = ["--rows", "2", "--schedule", "1f1b", "--recompute", "never"]
+
+
+@pytest.fixture
+def without_programs(monkeypatch):
+    """Rank by the formulas alone, which is faster."""
+    monkeypatch.setattr(import_module("fshard.plan.search"), "PROGRAMS", 0)
 
 
 @pytest.fixture
@@ -45,7 +53,8 @@ def plan(capsys, config, *words, devices="4", batch="16"):
 
 def test_plan_prints_model_memory_speed_days_and_cost(capsys, config, tmp_path):
     out = tmp_path / "plans.json"
-    words = ["--tokens", "1T", "--price", "2.5", "--pipeline", "1", "--json", out, *NARROW]
+    words = ["--tokens", "1T", "--price", "2.5", "--pipeline", "1", "--zero-stage", "3"]
+    words += ["--tensor", "1", "--sequence-devices", "1", "--json", out, *NARROW]
     status, text, _ = plan(capsys, config, *words)
     assert status == 0
     assert "h100 with 84 GB" in text and "16 samples of 32 tokens a step" in text
@@ -63,21 +72,11 @@ def test_plan_prints_model_memory_speed_days_and_cost(capsys, config, tmp_path):
     assert sum(best["seconds_by_term"].values()) == pytest.approx(best["seconds"])
 
 
+@pytest.mark.usefixtures("without_programs")
 def test_plan_on_several_numbers_of_devices_prints_the_best_of_each(capsys, config, tmp_path):
     out, numbers = tmp_path / "plan.toml", tmp_path / "plans.json"
-    words = [
-        "--goal",
-        "cost",
-        "--pipeline",
-        "1",
-        "--zero-stage",
-        "3",
-        "-o",
-        out,
-        "--json",
-        numbers,
-        *NARROW,
-    ]
+    words = ["--goal", "cost", "--pipeline", "1", "--zero-stage", "3", "-o", out]
+    words += ["--json", numbers, *NARROW]
     status, text, _ = plan(capsys, config, *words, devices="2,4,8")
     assert status == 0
     rows = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
@@ -87,6 +86,7 @@ def test_plan_on_several_numbers_of_devices_prints_the_best_of_each(capsys, conf
     assert Parallelism.load(out).devices == cheapest["devices"]
 
 
+@pytest.mark.usefixtures("without_programs")
 def test_plan_with_constraints_has_no_other_layouts(capsys, config, tmp_path):
     out = tmp_path / "plans.json"
     words = ["--tensor", "1,2", "--zero-stage", "1", "--recompute", "full,except attention, mlp"]
@@ -111,6 +111,7 @@ WHY = [
 ]
 
 
+@pytest.mark.usefixtures("without_programs")
 def test_why_names_the_terms_or_the_reason(capsys, config):
     words = []
     for layout, _ in WHY:
@@ -124,7 +125,8 @@ def test_why_names_the_terms_or_the_reason(capsys, config):
         assert expected in text
 
 
-@pytest.mark.parametrize("goal", ["time", "memory"])
+@pytest.mark.usefixtures("without_programs")
+@pytest.mark.parametrize("goal", ["time", thorough("memory")])
 def test_numbers_of_why_are_the_terms_of_both_plans_and_sum_to_the_whole(
     capsys, config, tmp_path, goal
 ):
@@ -144,6 +146,7 @@ def test_numbers_of_why_are_the_terms_of_both_plans_and_sum_to_the_whole(
             assert f"\n{row['name']:22}" in why["text"]
 
 
+@pytest.mark.usefixtures("without_programs")
 def test_why_of_a_layout_that_does_not_fit_has_its_bytes(capsys, tmp_path):
     large = {**CONFIG, "hidden_size": 8192, "intermediate_size": 32768, "num_hidden_layers": 32}
     path = tmp_path / "config.json"

@@ -95,7 +95,7 @@ def drawn_plan(random, model):
     return Parallelism(**sizes, **options, schedule=schedule).on(devices)
 
 
-CHEAPEST = (13, 40, 90, 94, 104, 250)
+CHEAPEST = (13, 29, 40, 90, 104, 250)
 SEEDS = range(300) if THOROUGH else CHEAPEST
 
 

@@ -89,6 +89,48 @@ def test_stages_have_the_operations_of_the_model_and_wait_for_each_other():
     assert sum(staged.memory().values()) == staged.peak < alone.peak
 
 
+class Stack(nn.Module):
+    """Layers that the batch enters as it is, so that the first has no gradient of its input."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16, bias=False) for _ in range(layers)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("layers", "products"), [(1, 2), (3, 3)])
+def test_layers_that_the_batch_enters_have_the_operations_of_later_ones(layers, products):
+    def loss(output, batch):
+        return output.square().mean()
+
+    layered = layered_model(Stack(layers), torch.ones(1, 16), optim.sgd(0.1), loss, "layers")
+    cost = LayerTracer(layered, H100).cost(plan_with(rows=8))
+    assert cost.layer.flops == products * 2 * 8 * 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("fields", "axes"),
+    [
+        ({"tensor": 2, "sequence_mode": "megatron"}, ["model"]),
+        ({"sequence": 2, "pipeline": 2}, ["seq"]),
+    ],
+)
+def test_seconds_of_layers_are_operations_and_messages_by_axis(fields, axes):
+    staged = estimate(plan_with(**fields, microbatches=4))
+    terms = staged.terms
+    messages = [name for name in terms if name.startswith("messages: ")]
+    assert {f"messages: {axis}" for axis in axes} <= {*messages}
+    assert all([terms[name] > 0 for name in messages])
+
+    slowest = max([device.forward + device.backward for device in staged.by_device])
+    seconds = 4 * slowest * H100.slowest(staged.plan.devices)
+    assert terms["layers"] + sum([terms[name] for name in messages]) == pytest.approx(seconds)
+
+
 def test_recomputation_has_less_memory_and_more_operations():
     names = ("never", "selective", "except attention, mlp", "except attention", "full")
     estimates = [estimate(plan_with(rows=ROWS, recompute=name)) for name in names]

@@ -1215,6 +1215,13 @@ def padded(rank, world):
     return model, loss, batch, updates(model)
 
 
+def larger_loss(rank, world):
+    """Other losses on ranks, each of them 1.5 times as large."""
+    model, loss, batch, step = ddp(rank, world)
+    factor = 1.5 if world > 1 else 1.0
+    return model, lambda model, batch: factor * loss(model, batch), batch, step
+
+
 def equal_rows(rank, world, *, axis):
     model = DDP(mlp())
     return model, square, data(), updates(model)

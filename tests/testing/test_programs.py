@@ -14,6 +14,7 @@ from fshard.errors import PromiseError
 from fshard.launching import pool
 from fshard.testing import certify_program
 from fshard.testing.programs.source import program_named
+from tests.helpers.sampled import thorough
 from tests.testing import programs
 from tests.testing.programs import RIGHT, WRONG, ddp, mlp, rows_of, square, updates
 
@@ -39,7 +40,7 @@ def test_published_mistakes_are_found(certified, name):
 
 
 @pytest.mark.parametrize("name", programs.UNREDUCED)
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [1, thorough(2)])
 def test_equal_changes_prove_no_reduction(certified, name, steps):
     program = partial(programs.large_gradients, **programs.UNREDUCED[name])
     certificate = certified(program, {"data": 2}, steps=steps, check=False)
@@ -111,7 +112,7 @@ def test_equal_batches_are_said(certified, program, axes, note):
     assert note in json.loads(certificate.json())["notes"][0]
 
 
-@pytest.mark.parametrize("axis", ["data", "dp", "fsdp", "shard"])
+@pytest.mark.parametrize("axis", ["data", *map(thorough, ("dp", "fsdp", "shard"))])
 def test_equal_batches_along_an_axis_of_data_are_a_row(certified, axis):
     program = partial(programs.equal_rows, axis=axis)
     certificate = certified(program, {axis: 2}, steps=1, check=False)
@@ -160,7 +161,8 @@ def test_equal_batches_along_an_axis_of_data_are_a_row(certified, axis):
             programs.padded,
             {"data": 2},
             "loss",
-            "; a mean of means? Do ranks have different numbers",
+            "; a mean of means? Do ranks have different numbers of tokens? The mean by elements of "
+            "leaf 2 of the batch that are not 0 is that of one process",
         ),
     ],
 )
@@ -169,6 +171,12 @@ def test_causes_are_named(certified, program, axes, leaf, reason):
     assert reason in certificate.first.reason and certificate.first.leaf == leaf
     assert str(certificate).startswith(f"first: {leaf}, step ")
     assert "zero_grad" not in str(certificate)
+
+
+def test_a_factor_of_the_loss_is_no_mean_of_means(certified):
+    first = certified(programs.larger_loss, {"data": 2}, steps=1, check=False).first
+    assert first.leaf == "loss" and first.reason.endswith(", 1.5 times")
+    assert "mean of means" not in first.reason
 
 
 def test_leaves_with_one_reason_are_one_row_of_the_table_alone(certified):
@@ -415,6 +423,10 @@ def test_programs_that_take_two_arguments_are_named(tmp_path, name):
         ({"splits": {"data": 7}}, "splits must be dims of batches; got data=7"),
         ({"same": ["context"]}, "same must be axes of the mesh; got 'context', and axes data"),
         ({"parts": {"*.qkv": (2, 2)}}, r"parts must be of parameters; got '\*.qkv'"),
+        (
+            {"parts": {"*.bias": (900, 99)}},
+            r"parts of '\*.bias' must have all \d+ rows of \d.bias; got 900, 99, which are 999",
+        ),
     ],
 )
 def test_options_that_fit_nothing_raise(certified, options, text):
@@ -430,9 +442,29 @@ def test_programs_that_no_other_process_can_import_raise(certified):
         certified(made, {"data": 2})
 
 
-def test_an_axis_that_the_mesh_has_not_is_one_line(tmp_path, capsys):
+IN_LOSS = """
+from torch import nn
+
+def averaged(mesh, x):
+    return x / mesh.get_group("data").size()
+
+def program(rank, world):
+    model = nn.Linear(3, 1)
+    return model, lambda model, x: averaged(world.mesh, model(x)).mean(), torch.ones(4, 3), lambda: 0
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def program(rank, world):\n    return world.mesh['data'], 1, 2, 3\n",
+        f"import torch\n{IN_LOSS}",
+    ],
+    ids=["program", "helper of the loss"],
+)
+def test_an_axis_that_the_mesh_has_not_is_one_line(tmp_path, capsys, text):
     file = tmp_path / "train.py"
-    file.write_text("def program(rank, world):\n    return world.mesh['data'], 1, 2, 3\n")
+    file.write_text(text)
     assert main(["certify", f"{file}:program", "--mesh", "model=2"]) == 2
     error = capsys.readouterr().err
     assert "the program asks for axis 'data': add data=1 to --mesh" in error

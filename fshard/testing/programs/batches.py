@@ -214,3 +214,19 @@ def rows_at(rank: RankRecord, step: int) -> int:
         if isinstance(x, Tensor) and x.ndim > 0:
             return len(x)
     return 1
+
+
+IGNORED = -100
+"""The label of tokens that torch's cross-entropy leaves out."""
+
+
+def element_counts(rank: RankRecord, step: int) -> dict[str, int]:
+    """Return the numbers of elements of a process's batch by which a mean may weigh, by names."""
+    counts: dict[str, int] = {}
+    for number, x in enumerate(flatten(rank.batch(step))[0]):
+        if isinstance(x, Tensor) and x.ndim > 0:
+            leaf = f"elements of leaf {number} of the batch"
+            counts[leaf] = x.numel()
+            counts[f"{leaf} that are not {IGNORED}"] = int((x != IGNORED).sum())
+            counts[f"{leaf} that are not 0"] = int((x != 0).sum())
+    return counts

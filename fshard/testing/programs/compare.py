@@ -17,7 +17,14 @@ from torch import Tensor
 from fshard.errors import PromiseError
 from fshard.rounding import TOLERANCES, bound_of, largest
 from fshard.testing.certificate import CertificateRow
-from fshard.testing.programs.batches import Axes, coordinates_of, equal_axes, repeated_rows, rows_at
+from fshard.testing.programs.batches import (
+    Axes,
+    coordinates_of,
+    element_counts,
+    equal_axes,
+    repeated_rows,
+    rows_at,
+)
 from fshard.testing.programs.layouts import Parts, Slices, mistake_at_start, slices_of
 from fshard.testing.programs.record import RankRecord
 from fshard.testing.verdicts import (
@@ -146,6 +153,7 @@ def _layouts(
                 "has. "
                 f"Names are {', '.join(ordered)}."
             )
+    _validate_rows_of_parts(parts, ordered, single)
 
     layouts: dict[str, Slices] = {}
     rows: list[CertificateRow] = []
@@ -168,6 +176,21 @@ def _layouts(
             'rows of parts that are divided each: parts={"*.qkv.weight": (q, k, v)}.'
         )
     return layouts, rows
+
+
+def _validate_rows_of_parts(parts: Parts, names: Sequence[str], single: RankRecord) -> None:
+    """Raise if declared parts are not all rows of a parameter."""
+    for pattern, sizes in parts.items():
+        for name in names:
+            x = single.start.get(name)
+            if x is None or not x.ndim or not fnmatchcase(name, pattern):
+                continue
+            if sum(sizes) != len(x):
+                declared = ", ".join([str(size) for size in sizes])
+                raise ValueError(
+                    f"certify_program: parts of {pattern!r} must have all {len(x)} rows of {name}; "
+                    f"got {declared}, which are {sum(sizes)}. Give the rows of each part."
+                )
 
 
 def _is_second_name(name: str, ranks: Sequence[RankRecord], single: RankRecord) -> bool:
@@ -639,14 +662,25 @@ class _LossRule:
         )
 
     def _hint(self, step: int, value: float | None, single: float | None) -> str:
-        """Return the likely cause of a loss that is nearly right, of ranks that have others."""
-        have_others = len(set(self._losses[step].values())) > 1
-        if not have_others or not value or not single:
+        """Return the cause, if the mean of the losses by tokens of each rank is the right one."""
+        losses = self._losses[step]
+        if value is None or single is None or not losses:
             return ""
-        is_near = 0.5 + 1e-6 < value / single < 2.0 - 1e-6
-        if not is_near:
-            return ""
-        return "; a mean of means? Do ranks have different numbers of tokens?"
+        counts = {rank: element_counts(self._run.ranks[rank], step) for rank in losses}
+        tolerance = 1e-6 + TOLERANCES[self._run.dtypes.of_gradients]
+        names = set[str].intersection(*[{*of_rank} for of_rank in counts.values()])
+        for name in sorted(names):
+            weights = {rank: of_rank[name] for rank, of_rank in counts.items()}
+            total = sum(weights.values())
+            if not total or len({*weights.values()}) == 1:
+                continue
+            mean = sum([losses[rank] * weights[rank] for rank in losses]) / total
+            if abs(mean - single) <= tolerance * abs(single):
+                return (
+                    "; a mean of means? Do ranks have different numbers of tokens? The mean by "
+                    f"{name} is that of one process"
+                )
+        return ""
 
 
 def _scalar(x: float) -> Tensor:

@@ -147,7 +147,8 @@ def record(
             if clears_gradients:
                 _clear_gradients(run.model)
             batch = own_batches[min(i, len(own_batches) - 1)]
-            _record_step(run, _copied(batch), result)
+            with _naming_missing_axes(axes):
+                _record_step(run, _copied(batch), result)
     return result._replace(
         order=run.uses.names(),
         sync_hint=sync_hint(run.model),
@@ -227,10 +228,8 @@ def _begun(program: Program, axes: Mapping[str, int], steps: int, seed: int) -> 
         stack.enter_context(any_comm_hook())
         own_seed = 1000 * seed + rank  # so that what is not seeded by the program differs
         torch.manual_seed(own_seed)
-        try:
+        with _naming_missing_axes(axes):
             result = program(rank, world)
-        except KeyError as error:
-            raise _without_axis(error, axes) from None
         model, loss_fn, batch, step = _parts(result)
         batches = _batches_of(batch, steps)
         _widen_all(model, batches)
@@ -244,15 +243,27 @@ class MissingAxisError(PromiseError):
     """A program needs an axis of its mesh that the command did not name."""
 
 
-def _without_axis(error: KeyError, axes: Mapping[str, int]) -> Exception:
-    """Return the error of a mesh that has no axis of a name; any other as it is."""
-    found = re.search(r"Invalid mesh_dim_names? (.*) specified", str(error))
-    names = re.findall(r"\w+", found[1]) if found is not None else []
-    missing = [name for name in names if name not in axes]
-    if not missing:
-        return error
-    axis = missing[0]
-    return MissingAxisError(f"the program asks for axis {axis!r}: add {axis}=1 to --mesh.")
+@contextmanager
+def _naming_missing_axes(axes: Mapping[str, int]) -> Generator[None]:
+    """Name the axis that the mesh has not, if a program asks for one."""
+    try:
+        yield
+    except KeyError as error:
+        missing = [name for name in axes_asked_for(error) if name not in axes]
+        if not missing:
+            raise
+        axis = missing[0]
+        text = f"the program asks for axis {axis!r}: add {axis}=1 to --mesh."
+        raise MissingAxisError(text) from None
+
+
+def axes_asked_for(error: KeyError) -> list[str]:
+    """Return the axes that a DeviceMesh was asked for, if it has raised for one that it has not."""
+    for pattern in (r"Invalid mesh_dim_names? (.*?) specified", r"Mesh dimension '(.*?)' does not"):
+        found = re.search(pattern, str(error))
+        if found is not None:
+            return re.findall(r"\w+", found[1])
+    return []
 
 
 @contextmanager
