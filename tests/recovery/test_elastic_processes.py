@@ -14,6 +14,7 @@ import torch
 
 import fshard as fs
 from tests.helpers.ended import wait_until
+from tests.helpers.sampled import thorough
 from tests.recovery import trained
 from tests.recovery.oracle import moved
 from tests.recovery.programs import Run, pids_in_memory
@@ -31,7 +32,8 @@ from tests.recovery.training_processes import (
 
 
 @pytest.mark.parametrize(
-    ("name", "victim"), [("zero 3", 0), ("zero 1", 2), ("tensor axis", 2), ("dropout", 3)]
+    ("name", "victim"),
+    [("zero 3", 0), thorough("zero 1", 2), ("tensor axis", 2), ("dropout", 3)],
 )
 def test_a_killed_process_changes_no_bit(name, victim, tmp_path):
     run = start(tmp_path, name, 12, seconds=0.01, has_folder=False)
@@ -99,8 +101,10 @@ def wait_for_two(run, processes, after):
     wait_until(have_made, 60)
 
 
-@pytest.mark.parametrize("memory", ["host", "disk"])
-@pytest.mark.parametrize("direct", ["0", "1"])
+@pytest.mark.parametrize(
+    ("memory", "direct"),
+    [("host", "1"), ("disk", "0"), thorough("host", "0"), thorough("disk", "1")],
+)
 def test_state_on_the_host_or_on_disk_survives(memory, direct, tmp_path, monkeypatch):
     monkeypatch.setenv("FSHARD_DISK", str(tmp_path))  # of the oracle
     name = f"state on {'the host' if memory == 'host' else 'disk'}"

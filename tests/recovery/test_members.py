@@ -121,7 +121,9 @@ def test_two_may_die_at_any_moment(new_run, tmp_path, link):
             run.close()
 
 
-@pytest.mark.parametrize("link", LINKS, ids=str)
+@pytest.mark.parametrize(
+    "link", [LINKS[0], thorough(LINKS[1]), thorough(LINKS[2]), LINKS[3]], ids=str
+)
 def test_worlds_that_follow_have_the_bits_of_virtual_devices(new_run, tmp_path, link):
     """2 -> 4 -> 3 -> 2 processes; each generation does everything that a world is for."""
     expected = {}
