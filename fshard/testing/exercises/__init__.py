@@ -3,6 +3,9 @@
 Solutions are in the tests alone: `tests/testing/exercises` has one, and plausible wrong answers,
 for each exercise. A topic's file has its questions, hidden cases, and the mistakes that are made
 most, each as a function with its hint.
+
+A new exercise is a row of its topic's `EXERCISES`, a solution and two wrong answers in the tests,
+and two cells at the end of the notebook: the question, and an answer that returns `...`.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def test_own_step_of_the_notebook_is_certified_in_processes(certified, tmp_path)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("answer", [", replicated", ", summed", ", local", ", moved=False"])
+@pytest.mark.parametrize("answer", [", replicated", ", summed", ", local"])
 def test_own_step_with_a_mistake_diverges_in_processes(certified, tmp_path, answer):
     certificate = certified(own_program(tmp_path, answer), {"data": 2}, check=False)
 
