@@ -22,11 +22,8 @@ SIDE, PATCH, SEEN, WIDTH = 16, 4, 96, 48
 WORDS = ("counts:", "none", "one", "two", "three")
 
 
-# -- pictures, and how many dots and bars are in them ------------------------------------------------
-
-
 def batch_of(number, size):
-    """Draw pictures and two words for each. Every process draws the same ones."""
+    """Draw pictures of dots and bars, and their two numbers. Every process draws the same ones."""
     draw = torch.Generator().manual_seed(number)
     pictures = torch.zeros(size, SIDE, SIDE)
     counts = torch.randint(4, (size, 2), generator=draw)
@@ -41,7 +38,7 @@ def batch_of(number, size):
     return {"pictures": pictures, "words": words, "next": following}  # (size, 2) words
 
 
-# -- the model: a row of layers, each of which takes what the one before returns -----------------------
+# The model is a row of layers: each takes what the one before returns.
 
 
 class Patches(nn.Module):
@@ -90,12 +87,12 @@ class Join(nn.Module):
         super().__init__()
         self.of_patches = nn.Linear(SEEN, WIDTH)
         self.words = nn.Embedding(len(WORDS), WIDTH)
-        self.positions = nn.Embedding(2, WIDTH)
 
     def forward(self, inputs):
         x, words = inputs
-        words = self.words(words) + self.positions.weight
-        return torch.cat([self.of_patches(x), words], 1)  # (batch, patches + words, width)
+        return torch.cat(
+            [self.of_patches(x), self.words(words)], 1
+        )  # (batch, patches + words, width)
 
 
 def last_words(x):
@@ -119,19 +116,23 @@ def loss(scores, batch):
     return F.cross_entropy(scores.flatten(0, 1), batch["next"].flatten()), is_right.float().mean()
 
 
-# -- the training, in stages ---------------------------------------------------------------------------
-
-
 def main():
-    args = options()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--stages", type=int, default=3)
+    add("--balance", default="time", help="or uniform, parameters, or 2,3,6")
+    add("--data", type=int, default=2, help="pipelines beside each other")
+    add("--steps", type=int, default=200)
+    add("--batch", type=int, default=32)
+    args = parser.parse_args()
+
     schedule = fs.pipeline_schedule("1f1b", stages=args.stages, microbatches=4)
     mesh = fs.make_mesh({"pipe": args.stages, "data": args.data})
     balance = args.balance
     if balance[0].isdigit():
         balance = [int(count) for count in balance.split(",")]
-    stages = fs.pipeline.split_stages(
-        new_layers(), args.stages, balance, sample=inputs(batch_of(0, 4))
-    )
+    sample = inputs(batch_of(0, 4))
+    stages = fs.pipeline.split_stages(new_layers(), args.stages, balance, sample=sample)
     params = fs.shard_stages(stages, fs.fsdp("data"), mesh=mesh, schedule=schedule)
     opt = fs.partition_optimizer(fs.optim.adamw(2e-3), mesh=mesh, axis="data", stage=3)
     how = {"schedule": schedule, "loss": loss, "inputs": inputs, "has_aux": True}
@@ -140,26 +141,11 @@ def main():
 
     is_first = fs.mesh.process_index() == 0
     if is_first:
-        for number, stage in enumerate(stages):
-            print(f"stage {number}   {sum(x.numel() for x in stage.parameters()):8,} parameters")
+        print(f"layers of the stages: {[len(stage) for stage in stages]}")
     for number in range(1, args.steps + 1):
         params, state, metrics = step(params, state, batch_of(number, args.batch))
         if is_first and (number % max(args.steps // 10, 1) == 0 or number == 1):
-            loss_value, right = metrics["loss"].item(), metrics["aux"].item()
-            print(f"step {number:4}   loss {loss_value:.6f}   right {right:.0%}")
-
-
-def options():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--stages", type=int, default=3)
-    add("--balance", default="time", help="or uniform, parameters, or 2,3,6")
-    add("--data", type=int, default=2, help="pipelines beside each other")
-    add("--steps", type=int, default=200)
-    add("--batch", type=int, default=32)
-    return parser.parse_args()
+            print(f"step {number:4}   loss {metrics['loss']:.6f}   right {metrics['aux']:.0%}")
 
 
 if __name__ == "__main__":

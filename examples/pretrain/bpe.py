@@ -42,7 +42,9 @@ class Tokenizer:
         merges = []
         while len(merges) < size - 257 and pair_counts:
             # Of two pairs that are equally frequent the larger one: all processes choose alike.
-            _, best = max(zip(pair_counts.values(), pair_counts, strict=True))
+            count, best = max(zip(pair_counts.values(), pair_counts, strict=True))
+            if count == 0:
+                break
             for number in words_with.pop(best):
                 frequency = frequencies[number]
                 for pair in pairwise(words[number]):

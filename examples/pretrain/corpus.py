@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
-def documents(count=None):
+def read_documents(count=None):
     """Return the first `count` documents, or all, in the same order on all processes."""
     return list(islice(_documents(), count))
 
@@ -39,8 +39,8 @@ class PackedRows(IterableDataset):
     a stream that has loaded it goes on with the next row.
     """
 
-    def __init__(self, encoded, length, seed=0):
-        self.encoded = encoded
+    def __init__(self, documents, length, seed=0):
+        self.documents = documents
         self.length = length
         self.seed = seed
         self.epoch = 0
@@ -50,10 +50,10 @@ class PackedRows(IterableDataset):
     def __iter__(self):
         row = []
         while True:
-            order = list(range(len(self.encoded)))
+            order = list(range(len(self.documents)))
             random.Random(f"{self.seed}, {self.epoch}").shuffle(order)
             while self.document < len(order):
-                tokens = self.encoded[order[self.document]]
+                tokens = self.documents[order[self.document]]
                 taken = tokens[self.offset : self.offset + self.length - len(row)]
                 row += taken
                 self.offset += len(taken)

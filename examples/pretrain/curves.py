@@ -9,8 +9,8 @@ from pathlib import Path
 
 NUMBERS = ("loss", "grad_norm", "held_out_loss")
 LEFT, TOP, WIDTH, HEIGHT = 46, 34, 620, 250
-DASHES = ("", "9 7", "3 7", "1 11")
-"""Of the runs in order, so that equal curves are all seen."""
+DASH = 16
+"""Length of a dash. Each run has a turn of its own: equal curves are one line of all colours."""
 
 # Colours that differ in lightness, readable on white and on black: the picture has no background.
 COLOURS = ("#9a6f00", "#2f7ed8", "#c2417c", "#2a9d63")
@@ -44,7 +44,7 @@ def picture(runs):
     highest = 8
     last = max(max(rows) for rows in runs.values())
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 14} {TOP + HEIGHT + 34}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 24} {TOP + HEIGHT + 46}"'
         ' font-family="sans-serif" font-size="12" fill="none">',
         "<title>Loss of pretraining by step</title>",
     ]
@@ -58,19 +58,24 @@ def picture(runs):
     for part in range(5):
         x = LEFT + WIDTH * part / 4
         y = TOP + HEIGHT + 18
-        label = f"step {last}" if part == 4 else last * part // 4
-        lines.append(f'<text x="{x}" y="{y}" fill="#808080" text-anchor="middle">{label}</text>')
+        lines.append(
+            f'<text x="{x}" y="{y}" fill="#808080" text-anchor="middle">{last * part // 4}</text>'
+        )
 
+    note = "steps; thick: held-out documents"
+    lines.append(f'<text x="{LEFT}" y="{TOP + HEIGHT + 36}" fill="#808080">{note}</text>')
+    count = len(runs)
     for number, (name, rows) in enumerate(runs.items()):
-        colour = COLOURS[number]
-        dash = f'stroke-dasharray="{DASHES[number]}"'
-        x = LEFT + number * WIDTH // len(runs)
+        colour = f'stroke="{COLOURS[number]}"'
+        gap = DASH * (count - 1)
+        dash = f'stroke-dasharray="{DASH} {gap}" stroke-dashoffset="{-DASH * number}"'
+        x = LEFT + number * WIDTH // count
         lines += [
-            f'<polyline points="{points(rows, "loss", highest)}" stroke="{colour}" {dash}/>',
-            f'<polyline points="{points(rows, "held_out_loss", highest)}" stroke="{colour}"'
-            f' stroke-width="3" stroke-opacity="0.7" {dash}/>',
-            f'<path d="M{x} 14 h24" stroke="{colour}" stroke-width="3" {dash}/>',
-            f'<text x="{x + 30}" y="18" fill="{colour}">{name}</text>',
+            f'<polyline points="{points(rows, "loss", highest)}" {colour} {dash}/>',
+            f'<polyline points="{points(rows, "held_out_loss", highest)}" {colour} {dash}'
+            ' stroke-width="4"/>',
+            f'<path d="M{x} 14 h20" {colour} stroke-width="4"/>',
+            f'<text x="{x + 26}" y="18" fill="{COLOURS[number]}">{name}</text>',
         ]
     return "\n".join([*lines, "</svg>\n"])
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from bpe import Tokenizer
-from corpus import PackedRows, documents, held_out_split
+from corpus import PackedRows, held_out_split, read_documents
 from llama import Llama, Sizes
 
 import fshard as fs
@@ -59,17 +59,19 @@ def make_mesh(args):
 
 def load_text(args):
     """Return the tokenizer, and the documents to train on and to evaluate on, as tokens."""
-    training, held_out = held_out_split(documents(args.documents))
+    training, held_out = held_out_split(read_documents(args.documents))
     tokenizer = Tokenizer.train(training, args.vocabulary)
-    encoded = []
-    for texts in (training, held_out):
-        encoded.append([[*tokenizer.encode(text), tokenizer.end] for text in texts])
-    return tokenizer, *encoded
+    return tokenizer, encoded(tokenizer, training), encoded(tokenizer, held_out)
 
 
-def rows_of(encoded, args):
-    """Return the stream of rows to train on, one token longer than the model reads."""
-    return PackedRows(encoded, args.length + 1)
+def encoded(tokenizer, texts):
+    """Return each text as its tokens and the end token."""
+    return [[*tokenizer.encode(text), tokenizer.end] for text in texts]
+
+
+def rows_of(documents, args):
+    """Return the stream of rows of some documents, one token longer than the model reads."""
+    return PackedRows(documents, args.length + 1)
 
 
 def new_model(tokenizer, args):

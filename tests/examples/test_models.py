@@ -45,4 +45,4 @@ def test_stages_that_are_unlike_have_the_losses_of_one_device():
     one = printed(*options, "--stages", "1", "--data", "1")
     two = printed(*options, "--stages", "2", "--data", "1", "--balance", "4,7")
     assert [*map(float, losses(two))] == pytest.approx([*map(float, losses(one))], abs=2e-5)
-    assert "stage 1" in two
+    assert "layers of the stages: [4, 7]" in two

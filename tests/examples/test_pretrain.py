@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,6 +20,15 @@ STEPS = 12
 TINY = "--steps 12 --every 3 --documents 30 --layers 2 --width 64 --length 16 --batch 8"
 TINY = [*TINY.split(), "--vocabulary", "280", "--words", "8"]
 CURVES = ("loss", "grad_norm", "held_out_loss")
+
+
+class OneDevice(NamedTuple):
+    """The run on one device: its numbers by step, the last line of its text, its folder."""
+
+    curves: dict
+    written: str
+    folder: Path
+
 
 KILLED = """
 import os, signal, sys
@@ -54,28 +65,32 @@ def curves(folder):
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
-    """The curves of one device, and the text that it writes."""
+    """The curves of one device, the text that it writes, and its folder."""
     folder = tmp_path_factory.mktemp("one")
     text = pretrain("train.py", folder, "--mesh", "data=1", "--reproducible")
-    return curves(folder), text.splitlines()[-1]
+    return OneDevice(curves(folder), text.splitlines()[-1], folder)
 
 
 def test_pretraining_on_four_devices_has_the_bits_of_one(one_device, tmp_path):
-    expected, written = one_device
-
     text = pretrain("train.py", tmp_path, "--mesh", "data=4", "--zero", "3", "--reproducible")
 
+    expected = one_device.curves
     assert curves(tmp_path) == expected
-    assert text.splitlines()[-1] == written
+    assert text.splitlines()[-1] == one_device.written
     assert expected[STEPS]["held_out_loss"] < expected[3]["held_out_loss"]
+
+    picture = tmp_path / "curves.svg"
+    runs = (f"one={one_device.folder}", f"four={tmp_path}")
+    text = printed("pretrain/curves.py", str(picture), *runs)
+    assert text == "four and one: 12 of 12 steps are equal\n"
+    assert picture.read_text().count("<polyline") == 4
 
 
 def test_pretraining_that_is_not_reproducible_is_near_that_of_one_device(one_device, tmp_path):
     pretrain("train.py", tmp_path, "--mesh", "data=4", "--zero", "1")
 
-    expected, _ = one_device
     for step, actual in curves(tmp_path).items():
-        assert actual == pytest.approx(expected[step], rel=1e-4)
+        assert actual == pytest.approx(one_device.curves[step], rel=1e-4)
 
 
 def test_pretraining_in_two_processes_has_the_bits_of_one_device(one_device, tmp_path):
@@ -83,9 +98,9 @@ def test_pretraining_in_two_processes_has_the_bits_of_one_device(one_device, tmp
 
     first, second = run_processes(pretrain, 2, *options, timeout=170)
 
-    expected, written = one_device
-    assert curves(tmp_path) == expected
-    assert first.splitlines()[-1] == written and not second
+    assert curves(tmp_path) == one_device.curves
+    assert first.splitlines()[-1] == one_device.written
+    assert not second
 
 
 def test_pretraining_goes_on_after_a_kill_with_the_bits_of_one_device(one_device, tmp_path):
@@ -98,7 +113,7 @@ def test_pretraining_goes_on_after_a_kill_with_the_bits_of_one_device(one_device
 
     pretrain("train.py", tmp_path, "--mesh", "data=2", "--zero", "3", "--reproducible")
 
-    assert curves(tmp_path) == one_device[0]
+    assert curves(tmp_path) == one_device.curves
     reported = (tmp_path / "report.jsonl").read_text().splitlines()
     assert len(reported) < 7 + STEPS  # from a checkpoint on
 
@@ -115,9 +130,8 @@ def goes_on(program, folder, *options):
 def test_boosted_pretraining_has_the_curve_of_one_device(one_device, tmp_path):
     goes_on("boosted.py", tmp_path, "--mesh", "data=2", "--zero", "3", "--reproducible")
 
-    expected, _ = one_device
     for step, actual in curves(tmp_path).items():
-        assert actual == pytest.approx(expected[step], rel=1e-6)
+        assert actual == pytest.approx(one_device.curves[step], rel=1e-6)
 
 
 FLAGS = {
