@@ -1,8 +1,8 @@
 """The page of the lab, in a notebook and in a window: modules of JavaScript, and styles, as texts.
 
-    lab.js        states, undo, link, messages      controls.js  choices and numbers
-    layouts.js    leaves, axes that are dragged     explore/page.js  all that is drawn of an answer
-    widget.js     the lab in a notebook             window.js    the lab in a browser
+lab.js        states, undo, link, messages      controls.js  choices and numbers
+layouts.js    leaves, axes that are dragged     explore/page.js  all that is drawn of an answer
+widget.js     the lab in a notebook             window.js    the lab in a browser
 """
 
 from __future__ import annotations

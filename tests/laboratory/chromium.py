@@ -92,7 +92,9 @@ class Tab:
         """Wait until an expression is true."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if self.get(f"(() => {{ try {{ return !!({expression}) }} catch {{ return false }} }})()"):
+            if self.get(
+                f"(() => {{ try {{ return !!({expression}) }} catch {{ return false }} }})()"
+            ):
                 return
             time.sleep(0.05)
         raise AssertionError(f"never true: {expression}; errors: {self.errors}")

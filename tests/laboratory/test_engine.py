@@ -60,6 +60,19 @@ def test_older_message_is_dropped(engine):
     assert other_slot["kind"] == "answer"
 
 
+def test_pages_count_their_messages_apart(engine):
+    """A page that is loaded again, or a second view of a widget, begins with the first id."""
+    first = engine.reply({"id": 7, "page": "x", "slot": "A", "state": None})
+    second = engine.reply(
+        {"id": 1, "page": "y", "slot": "A", "state": state(plan={"zero_stage": 1})}
+    )
+    assert [(reply["kind"], reply["page"]) for reply in (first, second)] == [
+        ("answer", "x"),
+        ("answer", "y"),
+    ]
+    assert engine.shown_state == LabState.from_json(second["state"])
+
+
 def test_leaf_alone_has_its_shards_and_drops_no_answer(engine):
     engine.expect({"id": 5, "slot": "A"})
 

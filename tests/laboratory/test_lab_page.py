@@ -142,7 +142,9 @@ def test_axis_that_is_dragged_by_the_mouse_is_an_override(tab, server):
     settle(tab)
 
     state = state_in_link(tab)
-    assert {pattern: dict(dims) for pattern, dims in state.overrides.items()} == {QUERY: {"data": 1}}
+    assert {pattern: dict(dims) for pattern, dims in state.overrides.items()} == {
+        QUERY: {"data": 1}
+    }
     leaves = server.engine.answer(state).layouts()["leaves"]
     shown = tab.get(f"{row(QUERY)}.querySelector('span').title").partition("\n")[0]
     assert shown == next(leaf["type"] for leaf in leaves if leaf["pattern"] == QUERY)
@@ -180,7 +182,9 @@ def test_leaf_that_is_chosen_shows_its_shards(tab, server):
     tab.click(f"{row('head.weight')}.querySelector('td')")
     tab.wait(f"{by_id('shards')}.textContent.includes('head.weight')")
     svg = server.engine.answer(STATE).shards("head.weight")["svg"]
-    expected = tab.get(f"new DOMParser().parseFromString({json.dumps(svg)}, 'text/html').body.textContent")
+    expected = tab.get(
+        f"new DOMParser().parseFromString({json.dumps(svg)}, 'text/html').body.textContent"
+    )
     assert expected in text_of(tab, "shards")
     assert "4 shards along data" in text_of(tab, "mesh-legend")
 
@@ -243,7 +247,9 @@ def test_no_width_scrolls_sideways(tab):
 
 
 def test_answer_moves_no_panel(tab):
-    tops = "[...document.querySelectorAll('#answer .panel')].map((x) => x.getBoundingClientRect().top)"
+    tops = (
+        "[...document.querySelectorAll('#answer .panel')].map((x) => x.getBoundingClientRect().top)"
+    )
     tab.get("scrollTo(0, 0)")
     before = tab.get(tops)
     for number in (1, 0):
@@ -266,7 +272,9 @@ def test_dark_theme_follows_the_system(tab):
 
 def test_all_that_can_be_clicked_has_a_name_and_takes_the_focus(tab):
     """Except the signs of a number, whose keys are arrows."""
-    elements = "button:not([data-factor]), input, select, summary, tr[data-leaf], canvas[role], #time"
+    elements = (
+        "button:not([data-factor]), input, select, summary, tr[data-leaf], canvas[role], #time"
+    )
     unreachable = tab.get(f"""[...document.querySelectorAll({json.dumps(elements)})]
         .filter((x) => x.tabIndex < 0 && !x.disabled).map((x) => x.outerHTML)""")
     unnamed = tab.get("""[...document.querySelectorAll("button, input, select")]
