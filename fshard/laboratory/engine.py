@@ -1,6 +1,6 @@
 """`Engine`: messages of a page in, answers out; one thread answers, another one proves.
 
-    {"id", "slot", "state"} ──> newest of its slot ──> answer ──> proof, unless a newer state came
+    {"id", "slot", "state"} ──> newest of its slot ──> answer ──> proof, unless a newer state is sent
                                 └─ older ones are dropped
 
 It knows no transport: `fs.lab` sends messages by a widget, `fshard lab` by HTTP.

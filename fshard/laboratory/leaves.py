@@ -33,7 +33,7 @@ _ROLES = {
     "expert": "samples, experts",
     "seq": "tokens",
 }
-"""What devices along an axis share; those of all other axes share layers."""
+"""The shared part of a step by axis; devices along all other axes share layers."""
 
 
 @dataclass(frozen=True)
