@@ -198,7 +198,7 @@ def test_proof_that_is_abandoned_ends():
     [
         ({"devices": 32}, "16 virtual devices"),
         ({"model": Transformer(2, 1024, 4096, 8, 8, 1024, 16)}, "4,000,000 parameters"),
-        ({"plan": {"rows": 512}}, "16,384 tokens"),
+        ({"plan": {"rows": 512}}, "16,384 tokens in a step"),
         ({"plan": {"zero_stage": 3}, "overrides": {Q: {"data": None}}}, "replicates one"),
         ({"model": Transformer(**{**vars(TINY), "dropout": 0.1})}, "dropout"),
     ],
