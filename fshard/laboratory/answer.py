@@ -44,7 +44,7 @@ DRAWN_STAGES = 3
 """The devices along the pipeline that are drawn."""
 
 
-class Run(NamedTuple):
+class ProgramRun(NamedTuple):
     """A program that has run without values.
 
     Args:
@@ -60,7 +60,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What the lab shows of a state.
+    """The page of a state: cost, leaves and shards of its program.
 
     Args:
         state: that is shown.
@@ -95,7 +95,7 @@ class Answer:
         return self.model.layers * microbatches <= LONGEST and self.plan.pipeline <= DRAWN_STAGES
 
     @cached_property
-    def run(self) -> Run:
+    def run(self) -> ProgramRun:
         """The program that is drawn: that of the state, or of a part of it."""
         if self.is_short:
             return _run(self.model, self.plan, self.state.cluster)
@@ -174,7 +174,7 @@ def _drawn_part(plan: Parallelism, model: LayeredModel) -> tuple[Parallelism, in
 
 def _run(
     model: LayeredModel, plan: Parallelism, machine: str, steps: int = 2, drawn: str = ""
-) -> Run:
+) -> ProgramRun:
     """Run the program of a plan without values."""
     mesh = abstract_mesh(plan)
     program = model.program(model.build(model.layers), plan, mesh)
@@ -183,7 +183,7 @@ def _run(
     step = cast(TrainStep, program.step)
     arguments = [*program.arguments, batch]
     cost = cost_on_mesh(step, arguments, mesh, machine_of(machine), steps=steps)
-    return Run(cost, program.layer_plan, drawn)
+    return ProgramRun(cost, program.layer_plan, drawn)
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """`Engine`: messages of a page in, answers out; one thread answers, another one proves.
 
-    {"id", "slot", "state"} ──> newest of its slot ──> answer ──> proof, unless a newer state came
-                                └─ older ones are dropped
+    {"id", "page", "slot", "state"} ──> newest of its slot ──> answer ──> proof
+                                        │                     unless a newer state has come
+                                        └─ older ones are dropped
 
 It knows no transport: `fs.lab` sends messages by a widget, `fshard lab` by HTTP.
 """
@@ -22,6 +23,7 @@ from fshard.laboratory.state import LabState
 from fshard.laboratory.subject import Subject
 
 Message = dict[str, Any]
+PageSlot = tuple[str, str]
 
 PAUSE = 0.3
 """Seconds before a proof begins: a control that moves has the processor to itself."""
@@ -47,8 +49,8 @@ class Engine:
         self.send = send
         self._answers: dict[str, Answer] = {}
         self._replies: dict[str, Message] = {}
-        self._last_good: dict[str, LabState] = {}
-        self._newest: dict[str, int] = {}
+        self._last_good: dict[PageSlot, LabState] = {}
+        self._newest: dict[PageSlot, int] = {}
         self._lock = threading.Lock()  # one answer at a time: the abstract mesh has one thread
         self._newest_lock = threading.Lock()
         self._proof_lock = threading.Lock()  # one proof at a time: each has many threads
@@ -75,25 +77,26 @@ class Engine:
             return
         head = _head(message)
         with self._newest_lock:
-            newest = self._newest.get(head["slot"], -1)
-            self._newest[head["slot"]] = max(newest, head["id"])
+            newest = self._newest.get(_slot(head), -1)
+            self._newest[_slot(head)] = max(newest, head["id"])
 
     @property
     def shown_state(self) -> LabState:
-        """The last state of the first slot that has an answer."""
-        return self._last_good.get("A", self.state)
+        """The last state of a first slot that has an answer."""
+        shown = [state for (_, slot), state in self._last_good.items() if slot == "A"]
+        return shown[-1] if shown else self.state
 
     def code(self, state: LabState) -> str:
         """Return the program of a state."""
         return program_code(state, self.answer(state).model)
 
     def _is_newest(self, head: Message) -> bool:
-        return head["id"] >= self._newest[head["slot"]]
+        return head["id"] >= self._newest[_slot(head)]
 
     def _reply(self, message: Mapping[str, Any], head: Message) -> Message:
         begin = time.perf_counter()
         content = message.get("state")
-        last_good = self._last_good.get(head["slot"], self.state)
+        last_good = self._last_good.get(_slot(head), self.state)
         try:
             state = self.state if content is None else LabState.from_json(content)
             content = state.to_json()
@@ -106,7 +109,8 @@ class Engine:
             # Whatever the code of a model raises: the page shows it, and stays as it is.
             field = field_of_error(error, content, last_good, fields_with_controls(last_good))
             return {**head, "kind": "error", "text": _text(error), "field": field}
-        self._last_good[head["slot"]] = state
+        self._last_good.pop(_slot(head), None)
+        self._last_good[_slot(head)] = state  # as the newest
         milliseconds = round(1e3 * (time.perf_counter() - begin))
         return {**head, **reply, "shards": shards, "milliseconds": milliseconds}
 
@@ -179,7 +183,15 @@ class Engine:
 
 def _head(message: Mapping[str, Any]) -> Message:
     """Return the fields of a message that its reply has too."""
-    return {"id": message.get("id", 0), "slot": message.get("slot", "A")}
+    head = {"id": message.get("id", 0), "slot": message.get("slot", "A")}
+    if "page" in message:
+        head["page"] = message["page"]
+    return head
+
+
+def _slot(head: Message) -> PageSlot:
+    """Return the slot of a message: each page has its own, as two pages count ids each for itself."""
+    return str(head.get("page", "")), str(head["slot"])
 
 
 def _is_of_shards(message: Mapping[str, Any]) -> bool:

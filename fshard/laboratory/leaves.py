@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 from fshard.explore.grid import plan_grid
 from fshard.explore.svg import html_of
@@ -33,7 +33,7 @@ _ROLES = {
     "expert": "samples, experts",
     "seq": "tokens",
 }
-"""What devices along an axis share; those of all other axes share layers."""
+"""The shared part of a step by axis; devices along all other axes share layers."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _why(name: str, layer_plan: Plan | None) -> str:
 def batch_group(cost: Cost, plan: Parallelism) -> LeafGroup:
     """Return the first tensor of the batch."""
     _, leaves, _ = flatten_with_paths(cost.arguments[-1])
-    first = cast(Any, leaves[0])
+    first: Any = leaves[0]
     sample_axes = [axis for axis in ("replica", *plan.zero_axes) if axis in plan.axes]
     entries: list[Any] = [tuple(sample_axes)]
     if plan.token_axis is not None and first.dim() > 1:

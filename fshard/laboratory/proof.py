@@ -53,27 +53,31 @@ class AbandonedError(Exception):
 
 def why_not_proven(answer: Answer) -> str:
     """Return why a state has no proof; "" if it has one."""
-    state = answer.state
-    plan = answer.plan
-    model = answer.model
-    if state.model is None:
+    if answer.state.model is None:
         return "Certify a module of your own by fs.testing.certify_module."
-    if plan.devices > MOST_DEVICES:
-        return (
-            f"A proof runs on at most {MOST_DEVICES} virtual devices; these are {plan.devices:,}."
-        )
-    if model.parameters > MOST_PARAMETERS:
-        return (
-            f"A proof trains at most {MOST_PARAMETERS:,} parameters; these are "
-            f"{model.parameters:,}."
-        )
-    tokens = (model.tokens or 0) * plan.rows_of_step
-    if tokens > MOST_TOKENS:
-        return f"A proof trains at most {MOST_TOKENS:,} tokens in a step; these are {tokens:,}."
-    if state.model.dropout:
+    return _too_large(answer) or _not_comparable(answer)
+
+
+def _too_large(answer: Answer) -> str:
+    """Return which number of a state is too large for a proof; "" if none is."""
+    counts = {
+        "virtual devices": (answer.plan.devices, MOST_DEVICES),
+        "parameters": (answer.model.parameters, MOST_PARAMETERS),
+        "tokens in a step": ((answer.model.tokens or 0) * answer.plan.rows_of_step, MOST_TOKENS),
+    }
+    for name, (count, most) in counts.items():
+        if count > most:
+            return f"A proof has at most {most:,} {name}; these are {count:,}."
+    return ""
+
+
+def _not_comparable(answer: Answer) -> str:
+    """Return which choice `certify` cannot compare with one device; "" if none is."""
+    assert answer.state.model is not None
+    if answer.state.model.dropout:
         return "A proof compares with one device, which draws other numbers for dropout."
-    is_replicated_in_three = any([not spec.axes for spec in model.layouts.values()])
-    if plan.zero_stage == 3 and is_replicated_in_three:
+    is_one_replicated = any([not spec.axes for spec in answer.model.layouts.values()])
+    if answer.plan.zero_stage == 3 and is_one_replicated:
         return "A proof shards all parameters with ZeRO-3; an override replicates one."
     return ""
 

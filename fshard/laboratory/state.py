@@ -77,7 +77,7 @@ class StateError(PlanError):
 
 @dataclass(frozen=True, kw_only=True)
 class LabState:
-    """What is chosen in the lab: see the module.
+    """The choices in the lab: see the module.
 
     >>> state = LabState(devices=8, plan=Parallelism(tensor=2, zero_stage=3))
     >>> state.parallelism.mesh()

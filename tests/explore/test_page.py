@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import fshard as fs
-from fshard.explore.page import document, page
+from fshard.explore.page import bundled, document, page
 from fshard.mesh.layout import flatten
 from fshard.plan.trace import CollectiveStart, MessageSend
 from tests.explore.browser import BROWSER, shown_by
@@ -90,6 +90,17 @@ def test_page_is_one_file_without_resources(tmp_path):
     text = page(zero(), tmp_path / "step.html", compare=staged()).read_text(encoding="utf-8")
     assert page(zero(), compare=staged()) == text
     assert not re.search(r"https?:|\bsrc=|<link|@import|url\(", text)
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [("explore", "window.js"), ("laboratory", "window.js"), ("laboratory", "widget.js")],
+)
+def test_bundled_module_has_each_import_once(package, name):
+    text = bundled(f"fshard.{package}", name)
+    assert not re.search(r"^import ", text, re.MULTILINE)
+    names = re.findall(r"^(?:export )?(?:async )?(?:function|const|let) (\w+)", text, re.MULTILINE)
+    assert {"chosen", "drawMesh"} < {*names} and len(names) == len({*names})
 
 
 def test_visualize_shows_the_page_in_a_notebook(monkeypatch):

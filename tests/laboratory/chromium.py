@@ -63,7 +63,9 @@ class Tab:
 
     def open(self, address):
         self._call("Page.navigate", url="about:blank")  # or a change of the fragment loads nothing
-        self._call("Page.navigate", url=address)
+        if address != "about:blank":
+            self._call("Page.navigate", url=address)
+        self.wait("document.readyState === 'complete'")
 
     def resize(self, width, height=900):
         self._call(

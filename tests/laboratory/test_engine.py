@@ -60,6 +60,19 @@ def test_older_message_is_dropped(engine):
     assert other_slot["kind"] == "answer"
 
 
+def test_pages_count_their_messages_apart(engine):
+    """A page that is loaded again, or a second view of a widget, begins with the first id."""
+    first = engine.reply({"id": 7, "page": "x", "slot": "A", "state": None})
+    second = engine.reply(
+        {"id": 1, "page": "y", "slot": "A", "state": state(plan={"zero_stage": 1})}
+    )
+    assert [(reply["kind"], reply["page"]) for reply in (first, second)] == [
+        ("answer", "x"),
+        ("answer", "y"),
+    ]
+    assert engine.shown_state == LabState.from_json(second["state"])
+
+
 def test_leaf_alone_has_its_shards_and_drops_no_answer(engine):
     engine.expect({"id": 5, "slot": "A"})
 
@@ -185,7 +198,7 @@ def test_proof_that_is_abandoned_ends():
     [
         ({"devices": 32}, "16 virtual devices"),
         ({"model": Transformer(2, 1024, 4096, 8, 8, 1024, 16)}, "4,000,000 parameters"),
-        ({"plan": {"rows": 512}}, "16,384 tokens"),
+        ({"plan": {"rows": 512}}, "16,384 tokens in a step"),
         ({"plan": {"zero_stage": 3}, "overrides": {Q: {"data": None}}}, "replicates one"),
         ({"model": Transformer(**{**vars(TINY), "dropout": 0.1})}, "dropout"),
     ],
