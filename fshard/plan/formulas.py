@@ -235,8 +235,9 @@ def least_bytes_of_device(
     saved = model.layer.saved
     if coordinate == 0:
         saved *= layers[0] * microbatches_in_flight(plan)
-    # In stages all forwards may be over before there is a gradient, as in GPipe.
-    if plan.in_stages:
+    # In stages all forwards may be over before there is a gradient, as in GPipe; and a backward
+    # without sums of an earlier one frees activations while it makes gradients.
+    if plan.in_stages or plan.microbatches == 1:
         return kept + max(gradients, saved)
     return kept + gradients + saved + workspace
 

@@ -254,18 +254,24 @@ def costs_of(step: TracedStep, cluster: Cluster, mesh: Mesh) -> list[LayerCost]:
             casts=round(casts * share),
             saved=saved,
             workspace=_workspace(phase, step, operations),
-            exposed=_exposed_of_phases(times, phases),
+            exposed=_exposed_of_phases(times, phases, mesh),
         )
         costs.append(cost)
     return costs
 
 
-def _exposed_of_phases(times: Times, phases: Sequence[str]) -> dict[str, float]:
-    """Return the seconds in which the operations of some phases wait for messages, by axes."""
+def _exposed_of_phases(times: Times, phases: Sequence[str], mesh: Mesh) -> dict[str, float]:
+    """Return the seconds in which the operations of some phases wait for messages, by axes.
+
+    Axes of one device have no messages.
+    """
     exposed = dict[str, float]()
     for phase in phases:
         for axes, seconds in times.exposed_by_unit[phase].items():
-            name = "+".join(axes)
+            sent_along = [axis for axis in axes if mesh.shape[axis] > 1]
+            if not sent_along:
+                continue
+            name = "+".join(sent_along)
             exposed[name] = exposed.get(name, 0.0) + seconds
     return exposed
 

@@ -123,7 +123,7 @@ def test_seconds_of_layers_are_operations_and_messages_by_axis(fields, axes):
     staged = estimate(plan_with(**fields, microbatches=4))
     terms = staged.terms
     messages = [name for name in terms if name.startswith("messages: ")]
-    assert {f"messages: {axis}" for axis in axes} <= {*messages}
+    assert messages == [f"messages: {axis}" for axis in axes]
     assert all([terms[name] > 0 for name in messages])
 
     slowest = max([device.forward + device.backward for device in staged.by_device])
@@ -265,7 +265,7 @@ def test_errors_of_machines_are_those_of_the_measure():
     for machine in (H100, cluster("cpu")):
         plans = search(SMALL, cluster=machine, **options)
         text = str(plans.table().notes)
-        assert "±" not in str(plans) and "all by formulas (~)" in text and "0.4 to 1.4" in text
+        assert "±" not in str(plans) and "all by formulas (~)" in text and "0.5 to 1.4" in text
         costed = replace(plans, estimates=[replace(x, by_formula=False) for x in plans])
         assert ("±" in str(costed)) == (machine is H100)
         assert "~" not in str(costed)
