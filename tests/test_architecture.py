@@ -262,7 +262,8 @@ def test_tests_mirror_the_packages():
     for folder in folders:
         is_package = (PACKAGE / folder).is_dir()
         is_module = (PACKAGE / folder).with_suffix(".py").is_file()
-        if folder.name not in ("helpers", "scripts") and not is_package and not is_module:
+        is_beside = folder.name in ("helpers", "scripts", "examples")
+        if not is_beside and not is_package and not is_module:
             strangers.append(str(folder))
     assert strangers == []
 

@@ -108,12 +108,12 @@ def main():
 
     fs.export(args.folder / "hf", params, to="hf", config=config)
     for rank in range(args.ranks):
-        # All processes unshard one weight after another; the first one writes.
+        # All processes unshard one weight after another, and call `export`, by which one writes.
         weights = vllm_weights(fs.refit.stream(params), config, rank, args.ranks)
+        file = args.folder / "sharded" / f"model-rank-{rank}-part-0.safetensors"
+        file.parent.mkdir(exist_ok=True)
+        fs.export(file, weights, to="safetensors")
         if fs.mesh.process_index() == 0:
-            file = args.folder / "sharded" / f"model-rank-{rank}-part-0.safetensors"
-            file.parent.mkdir(exist_ok=True)
-            fs.export(file, weights, to="safetensors")
             print(file)
             for name, x in weights.items():
                 if "layers.1" not in name:

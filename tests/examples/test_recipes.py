@@ -72,10 +72,17 @@ SHARDS = {
 """By the name of a layer of vLLM: the layers of transformers that are loaded into it, as which shard."""
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_recipe_of_vllm_writes_what_its_loader_would_load(ranks, tmp_path):
+def recipe_of_vllm(folder, ranks):
+    return printed("recipes/vllm_names.py", "--folder", str(folder), "--ranks", str(ranks))
+
+
+@pytest.mark.parametrize(("ranks", "processes"), [(1, 1), (2, 2), (4, 1)])
+def test_recipe_of_vllm_writes_what_its_loader_would_load(ranks, processes, tmp_path):
     transformers = pytest.importorskip("transformers")
-    printed("recipes/vllm_names.py", "--folder", str(tmp_path), "--ranks", str(ranks))
+    if processes == 1:
+        recipe_of_vllm(tmp_path, ranks)
+    else:
+        run_processes(recipe_of_vllm, processes, tmp_path, ranks, timeout=170)
 
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     full = model.state_dict()
