@@ -178,6 +178,7 @@ FOLDED = {
     "doctor": Figures(14, 0, 47.5, 0, 0, 4.4),
     "experts": Figures(16, 3.9, 27.3, 0, 0, 19.8),
     "explore": Figures(16, 5.3, 51.6, 1.3, 0, 7.8),
+    "laboratory": Figures(15, 6.1, 31.3, 0, 0.4, 10.8),
     "launching": Figures(13, 0, 24.6, 0, 1.1, 16.5),
     "memory": Figures(14, 3.4, 23.6, 0, 0.3, 17.6),
     "mesh": Figures(14, 5.0, 32.6, 0.5, 0.3, 29.7),

@@ -50,6 +50,7 @@ def choice(field, number):
 @pytest.fixture(scope="module")
 def server():
     with LabServer(Engine(Subject(), STATE)) as server:
+        server.engine.send = None  # no proofs: they would take the cores of the tests
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -320,16 +321,25 @@ def test_widget_is_the_same_page_in_a_shadow_root(browser):
 
     def reply():
         browser.wait("sent.length")
-        answer = engine.reply(browser.get("sent.shift()"))
-        browser.get(f"model.take({json.dumps(answer)})")
+        message = browser.get("sent.shift()")
+        browser.get(f"model.take({json.dumps(engine.reply(message))})")
+        return message
 
     reply()
     root = "document.getElementById('cell').shadowRoot"
     assert browser.get(f"{root}.getElementById('code').textContent") == engine.code(STATE)
     browser.get("sent.length = 0")
     browser.get(f"{root}.getElementById('control-plan-zero_stage-1').click()")
-    reply()
+    last = reply()
     assert "ZeRO-1" in browser.get(f"{root}.getElementById('code').textContent")
+
+    # A proof is of an answer: one of an older state is not shown.
+    text_of_proof = f"{root}.getElementById('proof').textContent"
+    proof = {"slot": "A", "kind": "proof", "verdict": "differs", "text": "head.weight differs"}
+    browser.get(f"model.take({json.dumps({**proof, 'id': last['id'] - 1})})")
+    assert "comparing" in browser.get(text_of_proof)
+    browser.get(f"model.take({json.dumps({**proof, 'id': last['id'], 'page': last['page']})})")
+    assert "head.weight differs" in browser.get(text_of_proof)
 
     # Neither style is that of the other side, and the theme is JupyterLab's.
     colour = "getComputedStyle(%s).color"
