@@ -111,7 +111,7 @@ class LayerTrace:
         """Run the layer: a phase of the forward, and of the backward."""
         self.begin("layer")
         if not _differentiable((args, kwargs)) and self.model.layers > 1:
-            # Only the first layer has no gradient of its input: this one stands for all.
+            # Only the first layer has no gradient of its input: this one represents all.
             args, kwargs = _with_gradient((args, kwargs), layer)
         # The gradient of the layer's input is there when its backward ends.
         for x in _differentiable((args, kwargs))[:1]:

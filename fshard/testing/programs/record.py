@@ -245,11 +245,11 @@ class MissingAxisError(PromiseError):
 
 @contextmanager
 def _naming_missing_axes(axes: Mapping[str, int]) -> Generator[None]:
-    """Name the axis that the mesh has not, if a program asks for one."""
+    """Name the axis that the mesh has not, if a program needs one."""
     try:
         yield
     except KeyError as error:
-        missing = [name for name in axes_asked_for(error) if name not in axes]
+        missing = [name for name in axes_needed_by(error) if name not in axes]
         if not missing:
             raise
         axis = missing[0]
@@ -257,8 +257,8 @@ def _naming_missing_axes(axes: Mapping[str, int]) -> Generator[None]:
         raise MissingAxisError(text) from None
 
 
-def axes_asked_for(error: KeyError) -> list[str]:
-    """Return the axes that a DeviceMesh was asked for, if it has raised for one that it has not."""
+def axes_needed_by(error: KeyError) -> list[str]:
+    """Return the axes that a program takes of a DeviceMesh, if it raised for one that it has not."""
     for pattern in (r"Invalid mesh_dim_names? (.*?) specified", r"Mesh dimension '(.*?)' does not"):
         found = re.search(pattern, str(error))
         if found is not None:

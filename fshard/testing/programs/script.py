@@ -31,7 +31,7 @@ from fshard.testing.programs.loaders import Batches, EndOfInputs, Joining, Reade
 from fshard.testing.programs.microbatches import rows_of_microbatches
 from fshard.testing.programs.parameters import Tensors
 from fshard.testing.programs.precision import Sends, watched_sends
-from fshard.testing.programs.record import RankRecord, any_comm_hook, axes_asked_for
+from fshard.testing.programs.record import RankRecord, any_comm_hook, axes_needed_by
 from fshard.testing.programs.substitutions import (
     OnCpu,
     Place,
@@ -246,9 +246,9 @@ def _error(script: Script, place: Place, error: BaseException, output: Path) -> 
     text = str(error).strip().partition("\n")[0] or line
     if isinstance(error, SystemExit):
         text = _last_line(error, output)
-    if isinstance(error, KeyError) and axes_asked_for(error):
-        names = ", ".join([repr(name) for name in axes_asked_for(error)])
-        text = f"its mesh must have the axes {names}, which it asks for. {text}"
+    if isinstance(error, KeyError) and axes_needed_by(error):
+        names = ", ".join([repr(name) for name in axes_needed_by(error)])
+        text = f"its mesh must have the axes {names}. {text}"
     words = f"{text} {line}".lower()
     if "cuda" in words or "gpu" in words:
         text += (
