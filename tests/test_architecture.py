@@ -156,6 +156,7 @@ MAY_IMPORT = {
         "comm",
         "experts",
         "explore",
+        "laboratory",
         "recovery",
         "refit",
         "report",
