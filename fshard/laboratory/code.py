@@ -108,7 +108,7 @@ def _recomputed(plan: Parallelism, model: LayeredModel) -> Lines:
     policy = _quoted(kept)
     if not isinstance(kept, str):
         names = ", ".join([_quoted(name) for name in kept_names(plan.recompute)])
-        policy = f"fs.remat.save_names({names})"
+        policy = f"fs.nn.save_names({names})"
     return [
         "",
         "class Recomputed(torch.nn.Module):",
