@@ -9,7 +9,7 @@ from tests.laboratory.chromium import CHROMIUM, Tab
 from tests.laboratory.jupyter import jupyter_lab, run_first_cell
 
 HAS_JUPYTER = all(importlib.util.find_spec(name) for name in ("jupyterlab", "anywidget"))
-CELL = "import fshard as fs\nlab = fs.lab(mesh={'data': 4, 'model': 2})\nlab"
+CELL = "import fshard as fs\nlab = fs.lab(mesh={'data': 4})\nlab"
 ROOT = "document.querySelector('.fshard-lab').shadowRoot"
 ANSWERED = f"{ROOT}.getElementById('page').dataset.state === 'answered'"
 
@@ -27,7 +27,7 @@ def test_lab_in_a_cell_answers_a_control_and_an_axis(tmp_path):
             tab.wait(ANSWERED, 120)
             tab.click(f"{ROOT}.querySelector('#control-plan-zero_stage-3 + label')")
             tab.wait(f"{ANSWERED} && {ROOT}.getElementById('code').textContent.includes('ZeRO-3')")
-            lab = fs.lab(mesh={"data": 4, "model": 2}, layout=fs.Parallelism(zero_stage=3))
+            lab = fs.lab(mesh={"data": 4}, layout=fs.Parallelism(zero_stage=3))
             assert tab.get(f"{ROOT}.getElementById('code').textContent") == lab.code
 
             # Keys of the lab are not commands of the notebook: "b" would add a cell, Enter edit one.

@@ -4,6 +4,7 @@ Oracles: equality after a round trip; the list of controls of the default state.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ import fshard as fs
 from fshard.errors import PlanError
 from fshard.laboratory.controls import MODELS, changed, controls_of, fields_with_controls
 from fshard.laboratory.state import OPTIMIZERS, SMALL, LabState, StateError
-from fshard.plan.models import Transformer
 
 SIZES = st.sampled_from([1, 2, 4])
 FIELDS_OF_PLANS = {
@@ -138,9 +138,7 @@ def test_state_takes_the_devices_of_a_parallelism():
 
 
 def test_state_keeps_all_fields_of_a_transformer():
-    model = Transformer(
-        **{**vars(SMALL), "dtype": torch.float32, "bias": ("qkv",), "norms": "around"}
-    )
+    model = replace(SMALL, dtype=torch.float32, bias=("qkv",), norms="around")
 
     assert LabState.from_json(LabState(model=model).text).model == model
 
