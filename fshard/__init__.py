@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from fshard.checkpoint.random import RandomState
     from fshard.checkpoint.restore import restore
     from fshard.checkpoint.save import save
-    from fshard.laboratory.widget import lab
     from fshard.launching.launch import launch
     from fshard.parallelism.value import Parallelism
     from fshard.recovery.elastic import elastic
@@ -86,7 +85,6 @@ _MODULES = {
     "RandomState": "fshard.checkpoint.random",
     "restore": "fshard.checkpoint.restore",
     "save": "fshard.checkpoint.save",
-    "lab": "fshard.laboratory.widget",
     "launch": "fshard.launching.launch",
     "Parallelism": "fshard.parallelism.value",
     "elastic": "fshard.recovery.elastic",
@@ -100,6 +98,8 @@ def __getattr__(name: str) -> Any:
     """
     if name in _NAMESPACES:
         return import_module(f"fshard.{name}")
+    if name == "lab":  # it stands above `fshard.testing`, which imports this module
+        return import_module("fshard.laboratory").lab
     if name in _MODULES:
         value = getattr(import_module(_MODULES[name]), name)
         globals()[name] = value
@@ -128,7 +128,6 @@ __all__ = [
     "from_local",
     "typeof",
     "visualize",
-    "lab",
     # programs on all devices
     "shard_map",
     "run",

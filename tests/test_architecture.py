@@ -156,7 +156,6 @@ MAY_IMPORT = {
         "comm",
         "experts",
         "explore",
-        "laboratory",
         "recovery",
         "refit",
         "report",
