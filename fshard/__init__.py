@@ -98,7 +98,7 @@ def __getattr__(name: str) -> Any:
     """
     if name in _NAMESPACES:
         return import_module(f"fshard.{name}")
-    if name == "lab":  # it stands above `fshard.testing`, which imports this module
+    if name == "lab":  # it is above `fshard.testing`, which imports this module
         return import_module("fshard.laboratory").lab
     if name in _MODULES:
         value = getattr(import_module(_MODULES[name]), name)
