@@ -31,7 +31,7 @@ class MoE(nn.Module):
         options: of `route`.
 
     After a forward, `balance` and `z` are the losses of `balance_loss` and `z_loss`, and `stats`
-    is that of `moe`. They are private to each device, as attributes are.
+    is that of `moe`. They are private to each device, as attributes are. Before, the losses are 0.
 
     >>> layer = MoE(4, 8, experts=3, top_k=2)
     >>> layer(torch.ones(5, 4)).shape, layer.stats.load.sum()
@@ -59,6 +59,9 @@ class MoE(nn.Module):
         self.replicated = replicated
         self.capacity = capacity
         self.options = options
+        # A plan follows the model without a forward of this layer: its losses add no dims.
+        self.balance = torch.zeros(())
+        self.z = torch.zeros(())
 
         self.router = nn.Linear(width, experts, bias=False)
         shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}

@@ -45,7 +45,8 @@ class Report:
         writers: `Bar`, `JsonLines`, `TensorBoard`, `Tracker`, or any object with `write` and
             `close`.
         mesh: of the devices to average over, if the metrics are each device's own; a collective of
-            all devices.
+            all devices. Of a mesh with axes of layers it is that of the samples, such as
+            mesh["data"]: else each sample counts once for each device that shares its layers.
         every: report every n-th step, and the first. Tensors are read only then.
         step: number of steps of an earlier run.
         clock: seconds.

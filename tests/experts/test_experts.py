@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -295,6 +296,44 @@ def test_experts_beside_tensor_parallel_dims():
         strict=True,
     ):
         torch.testing.assert_close(g, y)
+
+
+class Balanced(nn.Module):
+    """Layers around experts, whose loss has the balance of these."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        axes = {"axis": "expert", "batch": ("data", "expert")}
+        self.moe = fs.nn.MoE(8, 16, experts=4, top_k=2, **axes)
+
+    def forward(self, x):
+        y = self.moe(self.down(self.up(x).relu()))
+        return y.square().mean() + 0.01 * self.moe.balance
+
+
+def test_balance_of_experts_is_part_of_the_loss_of_a_planned_model():
+    """The oracle is the module without a plan, outside of a mesh."""
+    torch.manual_seed(0)
+    model = Balanced()
+    x = torch.randn(8, 8)
+    plan = fs.tensor_parallel(model, axis="model", sample=x, experts="expert")
+    apply, params, buffers = fs.functionalize(model, plan=plan)
+    mesh = fs.make_mesh({"data": 2, "expert": 2, "model": 2})
+    params = fs.shard_params(params, fs.fsdp("data", within=plan.rules), mesh=mesh)
+
+    def loss_fn(params, rows):
+        return plan.full(apply(params, buffers, rows)[0])
+
+    options = {"batch": P(("data", "expert")), "local": ("expert", "model")}
+    value, grads = fs.value_and_grad(loss_fn, mesh=mesh, **options)(params, x)
+
+    expected = model(x)
+    torch.testing.assert_close(value, expected.detach())
+    expected.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(fs.unshard(grads[name]), p.grad)
 
 
 def test_accumulation_without_capacity_is_the_same():
