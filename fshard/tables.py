@@ -324,7 +324,9 @@ def _tracks(table: Table) -> str:
 
 def _html_head(column: TableColumn) -> str:
     side = ' class="n"' if column.kind in _NUMBERS else ""
-    return f'<th scope="col" tabindex="0"{side}>{escape(column.title)}</th>'
+    # Cells have their unit in a notebook.
+    title = column.title.removesuffix(", s") if column.kind == "seconds" else column.title
+    return f'<th scope="col" tabindex="0"{side}>{escape(title)}</th>'
 
 
 def _html_row(table: Table, row: Sequence[Any]) -> str:

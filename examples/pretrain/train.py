@@ -32,6 +32,8 @@ def main():
     folder = fs.Checkpoints(args.folder, keep=2, every=args.every)
     if folder.latest is not None:
         run = folder.restore(run)
+        if fs.mesh.process_index() == 0:
+            print(f"resumed after step {run['steps']}")
 
     stream = iter(rows)
     writers = [fs.report.Bar(args.steps), fs.report.JsonLines(args.folder / "report.jsonl")]

@@ -111,8 +111,9 @@ def test_pretraining_goes_on_after_a_kill_with_the_bits_of_one_device(one_device
     reported = (tmp_path / "report.jsonl").read_text().splitlines()
     assert len(reported) == 7
 
-    pretrain("train.py", tmp_path, "--mesh", "data=2", "--zero", "3", "--reproducible")
+    said = pretrain("train.py", tmp_path, "--mesh", "data=2", "--zero", "3", "--reproducible")
 
+    assert "resumed after step" in said
     assert curves(tmp_path) == one_device.curves
     reported = (tmp_path / "report.jsonl").read_text().splitlines()
     assert len(reported) < 7 + STEPS  # from a checkpoint on
