@@ -81,7 +81,7 @@ class LabState:
 
     >>> state = LabState(devices=8, plan=Parallelism(tensor=2, zero_stage=3))
     >>> state.parallelism.mesh()
-    Mesh(pipe=1, data=4, model=2; virtual, cpu)
+    Mesh(pipe=1, data=4, model=2; 8 devices, virtual, cpu)
     >>> LabState.from_json(state.to_json()) == state
     True
     """

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from tests.checkpoint.helpers.versions import loaded, tree
 from tests.helpers.processes import HAS_RULES, run_processes
 from tests.helpers.sampled import thorough
 
-MODULES = [sys.modules[f"fshard.checkpoint.{name}"] for name in ("files", "save", "folder")]
+MODULES = [import_module(f"fshard.checkpoint.{name}") for name in ("files", "save", "folder")]
 
 
 # -- a disk that fails, and forgets ----------------------------------------------------------------

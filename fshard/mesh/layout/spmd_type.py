@@ -44,7 +44,7 @@ def to_spmd_type(layout: Layout, ndim: int, *, invariant: Axes = ()) -> SpmdType
     >>> type.local_type, type.partition_spec
     ({'data': V, 'model': P}, PartitionSpec('data', None))
     >>> fs.mesh.from_spmd_type(type, mesh)
-    Layout(Mesh(data=4, model=2; virtual, cpu), P("data", unreduced="model"))
+    Layout(Mesh(data=4, model=2; 8 devices, virtual, cpu), P("data", unreduced="model"))
     """
     from spmd_types import types
 
