@@ -14,7 +14,8 @@ from fshard.explore.grid import plan_grid
 from fshard.explore.svg import html_of
 from fshard.laboratory.state import LabState
 from fshard.laboratory.subject import overrides_on_mesh
-from fshard.mesh.layout import Mesh, P
+from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout.layout import bytes_on_devices
 from fshard.mesh.layout.sharded import Sharded, ShardType, typeof
 from fshard.mesh.layout.tree import flatten_with_paths
 from fshard.parallelism.value import Parallelism
@@ -117,9 +118,13 @@ def layouts_shown(
         if not movable and not why:
             why = _why_fixed(plan)
         row = _row(group, cost.mesh, movable, why)
-        rows.append({**row, "overridden": group.pattern in overrides})
+        row["fixed"] = _fixed_axes(group, plan, movable, why)
+        row["overridden"] = group.pattern in overrides
+        rows.append(row)
     batch = batch_group(cost, plan)
-    rows.append({**_row(batch, cost.mesh, [], ""), "overridden": False})
+    fixed = {axis: "the samples and tokens of the batch follow the mesh" for axis in plan.axes}
+    row = _row(batch, cost.mesh, [], "")
+    rows.append({**row, "fixed": fixed, "overridden": False})
     return {"axes": axes_of(plan), "leaves": rows}
 
 
@@ -165,6 +170,25 @@ def _movable_axes(group: LeafGroup, plan: Parallelism, layer_plan: Plan | None) 
     return movable
 
 
+def _fixed_axes(
+    group: LeafGroup, plan: Parallelism, movable: Sequence[str], why: str
+) -> dict[str, str]:
+    """Return why each axis that shards a leaf cannot be dragged."""
+    spec = group.type.spec
+    fixed = dict[str, str]()
+    for axis in spec.axes:
+        if axis in movable:
+            continue
+        is_of_zero = axis in plan.zero_axes
+        if plan.in_stages or (is_of_zero and plan.local_axes):
+            fixed[axis] = _why_fixed(plan)
+        elif is_of_zero:
+            fixed[axis] = "experts are sharded by rules of their own"
+        else:
+            fixed[axis] = why or f"the layers need {axis} as it is"
+    return fixed
+
+
 def _why_fixed(plan: Parallelism) -> str:
     """Return why no axis of a leaf can be dragged."""
     if plan.in_stages:
@@ -201,4 +225,9 @@ def shards_shown(groups: Mapping[str, LeafGroup], mesh: Mesh, pattern: str | Non
     group = groups.get(pattern or "")
     if group is None:
         return None
-    return {"pattern": group.pattern, "svg": html_of(plan_grid(group.type, mesh))}
+    # The mesh is above the table, and the picture is as wide as its panel at most.
+    kind = group.type
+    layout = Layout(mesh, kind.spec, kind.memory)
+    heading = (str(kind), bytes_on_devices(kind, layout))
+    grid = replace(plan_grid(kind, mesh), heading=heading)
+    return {"pattern": group.pattern, "svg": html_of(grid)}
