@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from fshard.explore.grid import plan_grid
+from fshard.explore.grid import Grid, GridBlock, plan_grid
 from fshard.explore.svg import html_of
 from fshard.laboratory.state import LabState
 from fshard.laboratory.subject import overrides_on_mesh
@@ -23,6 +23,9 @@ from fshard.plan.cost import Cost
 from fshard.plan.program import LayeredModel
 from fshard.tensor.plan import Plan
 from fshard.transforms.patterns import named, parts_of
+
+CELLS_OF_LINE = 3
+"""The shards beside each other of a leaf with one row of them: more are too small to be read."""
 
 BATCH = "batch"
 """The pattern of the batch."""
@@ -122,7 +125,7 @@ def layouts_shown(
         row["overridden"] = group.pattern in overrides
         rows.append(row)
     batch = batch_group(cost, plan)
-    fixed = {axis: "the samples and tokens of the batch follow the mesh" for axis in plan.axes}
+    fixed = dict.fromkeys(plan.axes, "the samples and tokens of the batch follow the mesh")
     row = _row(batch, cost.mesh, [], "")
     rows.append({**row, "fixed": fixed, "overridden": False})
     return {"axes": axes_of(plan), "leaves": rows}
@@ -229,5 +232,26 @@ def shards_shown(groups: Mapping[str, LeafGroup], mesh: Mesh, pattern: str | Non
     kind = group.type
     layout = Layout(mesh, kind.spec, kind.memory)
     heading = (str(kind), bytes_on_devices(kind, layout))
-    grid = replace(plan_grid(kind, mesh), heading=heading)
+    grid = replace(_in_lines_of_few(plan_grid(kind, mesh)), heading=heading)
     return {"pattern": group.pattern, "svg": html_of(grid)}
+
+
+def _in_lines_of_few(grid: Grid) -> Grid:
+    """Return a picture of one row of cells as lines of few, a block for each cell; others as is."""
+    columns = grid.columns
+    has_one_row = grid.rows is None or len(grid.rows.labels) == 1
+    is_wide = columns is not None and len(columns.labels) > CELLS_OF_LINE
+    has_one_block = len(grid.blocks) == 1 and len(grid.blocks[0]) == 1
+    block = grid.blocks[0][0]
+    if not (has_one_row and is_wide and has_one_block) or block is None:
+        return grid
+
+    assert columns is not None
+    (cells,) = block.cells
+    blocks = list[GridBlock]()
+    for label, cell in zip(columns.labels, cells, strict=True):
+        blocks.append(GridBlock(label, ((cell,),)))
+    lines = list[tuple[GridBlock, ...]]()
+    for first in range(0, len(blocks), CELLS_OF_LINE):
+        lines.append(tuple(blocks[first : first + CELLS_OF_LINE]))
+    return replace(grid, rows=None, columns=None, blocks=tuple(lines))

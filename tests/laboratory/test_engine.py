@@ -48,6 +48,7 @@ def test_answer_is_kept_for_undo(engine):
         reply = engine.reply({"id": number, "slot": "A", "state": state(plan=plan)})
 
     assert reply["document"] is engine.reply({"id": 9, "slot": "B", "state": state()})["document"]
+    assert reply["milliseconds"] is None
 
 
 def test_older_message_is_dropped(engine):
