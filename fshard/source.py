@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
@@ -29,6 +29,7 @@ _PLUMBING = (
     str(Path(str(torch.__file__)).parent),
     str(Path(str(optree.__file__)).parent),
     str(contextlib.__file__),
+    str(functools.__file__),  # a cached property of fshard's runs a step
     str(threading.__file__),
     str(Path(concurrent.futures.__file__).parent),
     "<frozen",  # Python's own modules, such as those that import
@@ -100,7 +101,7 @@ def _line_of_thread(frame: FrameType | None) -> Site | None:
     return None if frame is None else frame.f_locals["site"]
 
 
-@cache  # each collective looks at all frames up to the user's
+@functools.cache  # each collective looks at all frames up to the user's
 def _is_plumbing(file: str) -> bool:
     return file.startswith(_PLUMBING) and file != _MODEL
 

@@ -8,6 +8,7 @@ longer            time and memory from shorter programs, as `fs.plan.search` has
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -182,7 +183,13 @@ def _run(
     batch = map_leaves(lambda x: x.new_empty((rows, *x.shape[1:])), model.batch)
     step = cast(TrainStep, program.step)
     arguments = [*program.arguments, batch]
-    cost = cost_on_mesh(step, arguments, mesh, machine_of(machine), steps=steps)
+    # In a thread of its own no frame is that of a caller, such as a cell or a server: the lines of
+    # the ledger are those of the model, or of no program.
+    with ThreadPoolExecutor(1) as own_thread:
+        running = own_thread.submit(
+            cost_on_mesh, step, arguments, mesh, machine_of(machine), steps=steps
+        )
+        cost = running.result()
     return ProgramRun(cost, program.layer_plan, drawn)
 
 

@@ -103,6 +103,7 @@ class Engine:
             leaf = message.get("leaf")
             if _is_of_shards(message):
                 return {**head, "kind": "shards", "shards": self.answer(state).shards(leaf)}
+            is_kept = state.text in self._replies
             reply = self._shown(state)
             shards = self.answer(state).shards(leaf)
         except Exception as error:
@@ -111,7 +112,7 @@ class Engine:
             return {**head, "kind": "error", "text": _text(error), "field": field}
         self._last_good.pop(_slot(head), None)
         self._last_good[_slot(head)] = state  # as the newest
-        milliseconds = round(1e3 * (time.perf_counter() - begin))
+        milliseconds = None if is_kept else round(1e3 * (time.perf_counter() - begin))
         return {**head, **reply, "shards": shards, "milliseconds": milliseconds}
 
     def answer(self, state: LabState) -> Answer:

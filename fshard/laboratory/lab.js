@@ -25,6 +25,7 @@ const MARKUP = `
     <button id="redo" aria-label="redo" title="redo: Ctrl Shift Z">${ICONS.redo}</button>
     <button id="link"></button>
   </header>
+  <p id="differences"></p>
   <p id="refused" class="notice" role="alert"></p>
   <div id="lab">
     <aside id="controls" aria-label="controls"></aside>
@@ -266,6 +267,7 @@ function drawLab(lab) {
     drawWords(lab);
     lab.get("code").textContent = activeSlot(lab).answer.code;
   }
+  drawChangedFields(lab);
   drawBar(lab);
   lab.get("page").dataset.drawn = (performance.now() - began).toFixed(0); // milliseconds
 }
@@ -319,7 +321,8 @@ function drawBar(lab) {
 }
 function drawStatus(lab) {
   const { isAsked, isLate, error, answer } = activeSlot(lab);
-  let words = answer ? `answered in ${Math.round(answer.milliseconds)} ms` : "";
+  const isComputed = answer && answer.milliseconds !== null; // not one that was kept
+  let words = isComputed ? `answered in ${answer.milliseconds} ms` : "";
   if (error) words = "not possible";
   if (isLate) words = "computing …";
   lab.get("status").textContent = words;
@@ -343,6 +346,39 @@ function drawProof(lab) {
   const box = lab.get("proof");
   box.innerHTML = `<b class="${style}">${icon}</b> <span>${escaped(words)}</span>`;
   box.title = title;
+}
+/** Write below the tabs of two layouts the fields in which they differ. */
+function drawChangedFields(lab) {
+  const { A, B } = lab.slots;
+  let words = "";
+  if (A.answer && B?.answer) {
+    const [a, b] = [A.answer, B.answer].map(fieldTexts);
+    const fields = [...new Set([...b.keys(), ...a.keys()])];
+    const changed = fields.filter((field) => a.get(field)?.text !== b.get(field)?.text);
+    const changes = changed.map((field) => {
+      const { label, without } = a.get(field) ?? b.get(field);
+      const [before, after] = [a, b].map((texts) => texts.get(field)?.text ?? without);
+      return `${label} ${after} instead of ${before}`;
+    });
+    words = `B: ${changes.join(", ") || "a copy of A, until a control or an axis is changed"}`;
+  }
+  lab.get("differences").textContent = words;
+}
+/** The fields of an answered state, { label, text, without }, by their paths. */
+function fieldTexts({ controls: groups, state }) {
+  const texts = new Map();
+  for (const { field, label, value, choices } of groups.flatMap(({ controls }) => controls)) {
+    if (field === "model") continue; // its sizes are fields of their own
+    const choice = choices?.find((each) => each.value === value);
+    texts.set(field, { label, text: String(choice?.label ?? value), without: "none" });
+  }
+  for (const [pattern, dims] of Object.entries(state.overrides ?? {})) {
+    for (const [axis, dim] of Object.entries(dims)) {
+      const text = dim === null ? "off" : `on dim ${dim}`;
+      texts.set(`overrides.${pattern}.${axis}`, { label: `${axis} of ${pattern}`, text, without: "as by the rules" });
+    }
+  }
+  return texts;
 }
 const TERMS = { seconds: ["the step", seconds], peak: ["peak memory", bytes], sent: ["sent", bytes] };
 /** Write what has changed: from A to B, or since the answer before. */

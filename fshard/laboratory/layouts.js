@@ -74,8 +74,10 @@ function dimMarkup(lab, leaf, dim, axes) {
   if (isHere && held.to === dim) classes.push("target");
   return `<span class="${classes.join(" ")}" data-dim="${dim}" title="${escaped(why ?? "")}">${size}${chips}</span>`;
 }
-function chipMarkup(lab, { pattern, movable }, dim, axis) {
-  if (!movable.includes(axis)) return `<span class="chip fixed">${escaped(axis)}</span>`;
+function chipMarkup(lab, { pattern, movable, fixed }, dim, axis) {
+  if (!movable.includes(axis)) {
+    return `<span class="chip fixed" title="${escaped(fixed[axis] ?? "")}">${escaped(axis)}</span>`;
+  }
   const isHeld = lab.held?.pattern === pattern && lab.held.axis === axis;
   return `<button class="chip" data-axis="${escaped(axis)}" data-from="${dim}" aria-pressed="${isHeld}"
     aria-label="axis ${escaped(axis)}, ${PLACES[dim] ?? `on dim ${dim}`} of ${escaped(pattern)}">${escaped(axis)}</button>`;

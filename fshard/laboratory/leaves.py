@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from fshard.explore.grid import plan_grid
+from fshard.explore.grid import Grid, GridBlock, plan_grid
 from fshard.explore.svg import html_of
 from fshard.laboratory.state import LabState
 from fshard.laboratory.subject import overrides_on_mesh
-from fshard.mesh.layout import Mesh, P
+from fshard.mesh.layout import Layout, Mesh, P
+from fshard.mesh.layout.layout import bytes_on_devices
 from fshard.mesh.layout.sharded import Sharded, ShardType, typeof
 from fshard.mesh.layout.tree import flatten_with_paths
 from fshard.parallelism.value import Parallelism
@@ -22,6 +23,9 @@ from fshard.plan.cost import Cost
 from fshard.plan.program import LayeredModel
 from fshard.tensor.plan import Plan
 from fshard.transforms.patterns import named, parts_of
+
+CELLS_OF_LINE = 3
+"""The shards beside each other of a leaf with one row of them: more are too small to be read."""
 
 BATCH = "batch"
 """The pattern of the batch."""
@@ -117,9 +121,13 @@ def layouts_shown(
         if not movable and not why:
             why = _why_fixed(plan)
         row = _row(group, cost.mesh, movable, why)
-        rows.append({**row, "overridden": group.pattern in overrides})
+        row["fixed"] = _fixed_axes(group, plan, movable, why)
+        row["overridden"] = group.pattern in overrides
+        rows.append(row)
     batch = batch_group(cost, plan)
-    rows.append({**_row(batch, cost.mesh, [], ""), "overridden": False})
+    fixed = dict.fromkeys(plan.axes, "the samples and tokens of the batch follow the mesh")
+    row = _row(batch, cost.mesh, [], "")
+    rows.append({**row, "fixed": fixed, "overridden": False})
     return {"axes": axes_of(plan), "leaves": rows}
 
 
@@ -165,6 +173,25 @@ def _movable_axes(group: LeafGroup, plan: Parallelism, layer_plan: Plan | None) 
     return movable
 
 
+def _fixed_axes(
+    group: LeafGroup, plan: Parallelism, movable: Sequence[str], why: str
+) -> dict[str, str]:
+    """Return why each axis that shards a leaf cannot be dragged."""
+    spec = group.type.spec
+    fixed = dict[str, str]()
+    for axis in spec.axes:
+        if axis in movable:
+            continue
+        is_of_zero = axis in plan.zero_axes
+        if plan.in_stages or (is_of_zero and plan.local_axes):
+            fixed[axis] = _why_fixed(plan)
+        elif is_of_zero:
+            fixed[axis] = "experts are sharded by rules of their own"
+        else:
+            fixed[axis] = why or f"the layers need {axis} as it is"
+    return fixed
+
+
 def _why_fixed(plan: Parallelism) -> str:
     """Return why no axis of a leaf can be dragged."""
     if plan.in_stages:
@@ -201,4 +228,30 @@ def shards_shown(groups: Mapping[str, LeafGroup], mesh: Mesh, pattern: str | Non
     group = groups.get(pattern or "")
     if group is None:
         return None
-    return {"pattern": group.pattern, "svg": html_of(plan_grid(group.type, mesh))}
+    # The mesh is above the table, and the picture is as wide as its panel at most.
+    kind = group.type
+    layout = Layout(mesh, kind.spec, kind.memory)
+    heading = (str(kind), bytes_on_devices(kind, layout))
+    grid = replace(_in_lines_of_few(plan_grid(kind, mesh)), heading=heading)
+    return {"pattern": group.pattern, "svg": html_of(grid)}
+
+
+def _in_lines_of_few(grid: Grid) -> Grid:
+    """Return a picture of one row of cells as lines of few, a block for each cell; others as is."""
+    columns = grid.columns
+    has_one_row = grid.rows is None or len(grid.rows.labels) == 1
+    is_wide = columns is not None and len(columns.labels) > CELLS_OF_LINE
+    has_one_block = len(grid.blocks) == 1 and len(grid.blocks[0]) == 1
+    block = grid.blocks[0][0]
+    if not (has_one_row and is_wide and has_one_block) or block is None:
+        return grid
+
+    assert columns is not None
+    (cells,) = block.cells
+    blocks = list[GridBlock]()
+    for label, cell in zip(columns.labels, cells, strict=True):
+        blocks.append(GridBlock(label, ((cell,),)))
+    lines = list[tuple[GridBlock, ...]]()
+    for first in range(0, len(blocks), CELLS_OF_LINE):
+        lines.append(tuple(blocks[first : first + CELLS_OF_LINE]))
+    return replace(grid, rows=None, columns=None, blocks=tuple(lines))

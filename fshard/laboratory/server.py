@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import queue
 import secrets
+import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -26,6 +27,8 @@ LARGEST_MESSAGE = 1 << 20
 
 HEARTBEAT = 15.0
 """Seconds after which an event stream without events sends a comment, to notice a closed page."""
+
+_WAY_IN = ": open the address that `fshard lab` printed, with its token."
 
 # Note [Who may post]
 # ~~~~~~~~~~~~~~~~~~~
@@ -67,6 +70,11 @@ class LabServer(ThreadingHTTPServer):
         """Close the port, and abandon proofs."""
         super().server_close()
         self.engine.close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the error of a request, unless its page was closed meanwhile."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     def publish(self, message: Message) -> None:
         """Send a message to all open event streams."""
@@ -118,7 +126,7 @@ class LabRequest(BaseHTTPRequestHandler):
         is_same_origin = origin is None or origin.removeprefix("http://") in self.server.hosts
         if has_token and has_host and is_same_origin:
             return address.path
-        self._refuse(HTTPStatus.FORBIDDEN)
+        self._refuse(HTTPStatus.FORBIDDEN, _WAY_IN)
         return None
 
     def _message(self) -> Message | None:
@@ -142,9 +150,9 @@ class LabRequest(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def _refuse(self, status: HTTPStatus) -> None:
+    def _refuse(self, status: HTTPStatus, way_out: str = "") -> None:
         self.close_connection = True  # the body of the request is not read
-        self._send(status, status.phrase.encode(), "text/plain")
+        self._send(status, f"{status.phrase}{way_out}".encode(), "text/plain")
 
     def _send_events(self) -> None:
         """Send messages until the page is closed."""

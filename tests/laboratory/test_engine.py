@@ -48,6 +48,7 @@ def test_answer_is_kept_for_undo(engine):
         reply = engine.reply({"id": number, "slot": "A", "state": state(plan=plan)})
 
     assert reply["document"] is engine.reply({"id": 9, "slot": "B", "state": state()})["document"]
+    assert reply["milliseconds"] is None
 
 
 def test_older_message_is_dropped(engine):
@@ -120,6 +121,34 @@ def test_answers_of_two_threads_are_those_of_one(engine):
     for slot, plan in zip("AB", plans, strict=True):
         expected = Answer(LabState.from_json(state(plan=plan)), Subject()).document()
         assert replies[slot]["document"] == expected
+
+
+@pytest.mark.parametrize(
+    "plan", [{"zero_stage": 3}, {"tensor": 2}, {"pipeline": 2}], ids=["zero", "tensor", "stages"]
+)
+@pytest.mark.parametrize("in_thread", [False, True], ids=["here", "thread"])
+def test_lines_of_an_answer_are_of_the_model_or_of_no_program(engine, in_thread, plan):
+    """Wherever the engine runs: below this test, or below threads of the standard library."""
+    replies = []
+
+    def answer():
+        replies.append(engine.reply({"id": 1, "slot": "A", "state": state(plan=plan)}))
+
+    if in_thread:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        thread.join()
+    else:
+        answer()
+
+    (shown,) = replies[0]["document"]["plans"]
+    lines = [row["site"] for row in shown["rows"]]
+    for device in shown["devices"]:
+        lines += [line for _, _, line in device["holders"]]
+    outside = [line for line in lines if line and "plan/models.py:" not in line]
+    assert lines and outside == []
+    if "tensor" in plan:
+        assert any(lines)
 
 
 # -- proofs ----------------------------------------------------------------------------------------

@@ -236,6 +236,38 @@ def test_two_layouts_are_compared_in_words(tab):
     assert state_in_link(tab, "B") is None and text_of(tab, "compare") == "Compare"
 
 
+def test_fields_that_differ_are_named(tab):
+    tab.click(by_id("compare"))
+    settle(tab)
+    assert text_of(tab, "differences").startswith("B: a copy of A")
+    assert text_of(tab, "status") == ""  # the answer of A was kept
+
+    tab.click(choice("plan.zero_stage", 1))
+    settle(tab)
+    tab.click(choice("plan.tensor", 1))
+    settle(tab)
+    assert text_of(tab, "differences") == "B: tensor 2 instead of 1, ZeRO 1 instead of 3"
+
+    for _ in range(2):
+        tab.press("z", control=True)
+        settle(tab)
+    tab.drag(chip(QUERY, "data"), dim(QUERY, 1))
+    settle(tab)
+    expected = f"B: data of {QUERY} on dim 1 instead of as by the rules"
+    assert text_of(tab, "differences") == expected
+    tab.click(by_id("compare"))
+    assert text_of(tab, "differences") == ""
+
+
+def test_axis_that_cannot_be_dragged_says_why(tab):
+    tab.click(choice("plan.tensor", 1))
+    settle(tab)
+    chips = f"[...{by_id('layouts')}.querySelectorAll('.chip.fixed')].map((x) => x.title)"
+    assert all(tab.get(chips))
+    title = tab.get(f"{row(QUERY)}.querySelector('.chip.fixed').title")
+    assert title == "beside axes of layers, tokens or experts ZeRO shards flattened leaves only"
+
+
 # -- look ------------------------------------------------------------------------------------------
 
 
@@ -244,6 +276,21 @@ def test_no_width_scrolls_sideways(tab):
         tab.resize(width)
         tab.wait(f"{by_id('mesh')}.clientWidth > 0")
         assert tab.get("document.documentElement.scrollWidth") == width
+    tab.resize(1280)
+
+
+def test_numbers_and_shards_fit_their_panels(tab):
+    tab.click(by_id("compare"))
+    settle(tab)
+    boxes = "[...document.querySelectorAll('#numbers div, #shards')]"
+    for width in (800, 1000, 1280, 1600):
+        tab.resize(width)
+        tab.wait(f"{by_id('mesh')}.clientWidth > 0")
+        assert tab.get(f"{boxes}.filter((x) => x.scrollWidth > x.clientWidth).length") == 0
+        lines = (
+            "[...document.querySelectorAll('#numbers em')].map((x) => x.getClientRects().length)"
+        )
+        assert set(tab.get(lines)) == {1}
     tab.resize(1280)
 
 

@@ -5,6 +5,7 @@ Oracle: the status of requests as another page, or another host, would make them
 
 import http.client
 import json
+import socket
 import threading
 
 import pytest
@@ -70,7 +71,8 @@ def test_server_answers_a_message(server):
 def test_server_refuses_another_token(server, method, path, token):
     status, text = request(server, method, path + token, MESSAGE)
 
-    assert (status, text) == (403, "Forbidden")
+    assert status == 403
+    assert text == "Forbidden: open the address that `fshard lab` printed, with its token."
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,36 @@ def test_server_sends_proofs_as_events(server):
     connection.close()
     message = json.loads(line.removeprefix("data: "))
     assert (message["kind"], message["verdict"], message["id"]) == ("proof", "none", 2)
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "open"])
+def test_server_prints_the_errors_of_open_pages_alone(server, is_closed, monkeypatch, capsys):
+    sent = threading.Event()
+    ended = threading.Event()
+    shutdown_request = server.shutdown_request
+
+    def reply(message):
+        sent.wait(60)
+        if is_closed:
+            return {"large": "x" * 10**7}  # more than the system buffers of a connection
+        raise KeyError("a fault")
+
+    def end(request):
+        shutdown_request(request)
+        ended.set()
+
+    monkeypatch.setattr(server.engine, "reply", reply)
+    monkeypatch.setattr(server, "shutdown_request", end)
+    with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
+        head = f"POST /answer?token={server.token} HTTP/1.1\r\nContent-Length: 2\r\n"
+        connection.sendall(f"{head}Host: 127.0.0.1:{server.server_port}\r\n\r\n{{}}".encode())
+        if is_closed:
+            connection.close()
+        sent.set()
+        assert ended.wait(60)
+
+    printed = capsys.readouterr().err
+    assert printed == "" if is_closed else "KeyError: 'a fault'" in printed
 
 
 def test_command_refuses_a_port_that_is_none():
