@@ -64,8 +64,8 @@ def drawn_pair(seed):
         is_short = model.layers * plan.microbatches <= MOST_WORK
         has_experts = not model.experts or model.experts % inner == 0
         has_heads = model.heads % (plan.tensor * plan.sequence) == 0
-        drops_in_ring = model.dropout and plan.sequence_mode == "ring"
-        if drops_in_ring:  # there is none
+        drops_in_sequences = model.dropout and plan.sequence_mode in ("ring", "ulysses")
+        if drops_in_sequences:  # these attentions have no dropout
             continue
         if is_short and has_experts and has_heads and plan.stages <= model.layers:
             return name, plan
