@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fshard.laboratory.state import OPTIMIZERS, SIZES_OF_MODEL, LabState
-from fshard.mesh.layout import P, as_written
+from fshard.mesh.layout import as_written
 from fshard.parallelism.modes import MODEL_AXES
 from fshard.parallelism.value import Parallelism, kept_names
 from fshard.plan.models import Transformer
@@ -52,15 +52,11 @@ def _title(state: LabState, plan: Parallelism) -> str:
 
 
 def _imports(plan: Parallelism) -> Lines:
-    lines = ["import torch", "from torch.nn.functional import cross_entropy", ""]
-    lines += ["import fshard as fs"]
+    of_torch = ["import torch", "from torch.nn.functional import cross_entropy", ""]
     if plan.in_stages:
-        lines += ["from fshard.parallelism.build import shard_model"]
-    else:
-        lines += ["from fshard import P"]
-    if plan.in_stages:
-        lines.insert(0, "from functools import partial\n")
-    return lines
+        own = ["import fshard as fs", "from fshard.parallelism.build import shard_model"]
+        return ["from functools import partial", "", *of_torch, *own]
+    return [*of_torch, "import fshard as fs", "from fshard import P"]
 
 
 # -- the model -------------------------------------------------------------------------------------
@@ -68,9 +64,7 @@ def _imports(plan: Parallelism) -> Lines:
 
 def _model(sizes: Transformer | None, model: LayeredModel) -> Lines:
     if sizes is None:
-        return [
-            "model, batch, loss = ...  # those that fs.lab was given",
-        ]
+        return ["model, batch, loss = ...  # those that fs.lab was given"]
     lines = ["sizes = fs.plan.Transformer("]
     for each in fields(Transformer):
         value = getattr(sizes, each.name)
@@ -194,7 +188,7 @@ def _layouts(plan: Parallelism, model: LayeredModel) -> Lines:
         rules = f"fs.fsdp({_axes(plan.zero_axes)}, {options})"
     lines = list[str]()
     if model.layouts:
-        texts = {pattern: _spec(spec) for pattern, spec in model.layouts.items()}
+        texts = {pattern: repr(spec) for pattern, spec in model.layouts.items()}
         if plan.zero_stage == 3 or not within:
             rules = _mapping({**texts, "**": rules}, 0)
         else:
@@ -204,28 +198,17 @@ def _layouts(plan: Parallelism, model: LayeredModel) -> Lines:
     return lines
 
 
-def _spec(spec: P) -> str:
-    return repr(spec)
-
-
 def _optimizer(state: LabState, plan: Parallelism) -> Lines:
-    options = f"mesh=mesh, axis={_axes(plan.zero_axes)}, stage={plan.zero_stage}"
+    options = ["mesh=mesh", f"axis={_axes(plan.zero_axes)}", f"stage={plan.zero_stage}"]
     if plan.state_memory != "device":
-        options += f', state_memory="{plan.state_memory}"'
+        options += [f"state_memory={_quoted(plan.state_memory)}", 'update_on="device"']
     return [
         "opt = fs.partition_optimizer(",
         f"    {OPTIMIZERS[state.optimizer]},",
-        *[f"    {option}," for option in _options(plan)],
+        *[f"    {option}," for option in options],
         ")",
         "state = opt.init(params)",
     ]
-
-
-def _options(plan: Parallelism) -> list[str]:
-    options = ["mesh=mesh", f"axis={_axes(plan.zero_axes)}", f"stage={plan.zero_stage}"]
-    if plan.state_memory != "device":
-        options += [f'state_memory="{plan.state_memory}"', 'update_on="device"']
-    return options
 
 
 def _loss(state: LabState, plan: Parallelism, model: LayeredModel) -> Lines:
