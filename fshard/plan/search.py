@@ -53,8 +53,8 @@ LARGEST_COUNT = 2**20
 MOST_LAYERS = 100_000
 """The layers of a model: more are a mistake, and each is placed on a stage."""
 
-PROGRAMS = 112
-"""The layers, times microbatches, of all programs that a search runs: about five seconds."""
+PROGRAMS = 200
+"""The layers, times microbatches, of all programs that a search runs: about eight seconds."""
 
 ERROR = 0.1
 """The part by which a formula of memory may be wrong: the program of a plan decides if it fits."""
@@ -70,7 +70,7 @@ class Plans(Tabular):
     Prints as a table with reasons.
 
     Args:
-        estimates: of the plans that fit.
+        estimates: of the plans that fit; those by formulas alone are last.
         rejected: some that do not, of each kind of reason the nearest first, and one of a reason.
         tried: the number of plans whose numbers divide.
         stages: of ZeRO that are one program, by its plan in `estimates`.
@@ -449,7 +449,8 @@ def _by_programs(
     """Return the estimates, the best ones by the cost of their programs, and those that do not fit.
 
     The best by the formulas are costed by their programs, until all that a table shows are: one that
-    falls behind makes room for another. Programs that are too long together stay by the formulas.
+    falls behind makes room for another. Programs that are too long together stay by the formulas;
+    these plans are behind all others, since a formula may be wrong by more than plans differ.
     """
     fitting = list[PlanEstimate]()
     rejected = list[RejectedPlan]()
@@ -471,7 +472,17 @@ def _by_programs(
             rejected.append(_passing_memory(estimate))
         else:
             fitting.append(estimate)
-    return sorted(fitting, key=ranked), rejected
+    return _programs_first(fitting, ranked), rejected
+
+
+def _programs_first(estimates: Iterable[PlanEstimate], ranked: Key) -> list[PlanEstimate]:
+    """Return plans in order: those whose programs ran, then those by formulas alone."""
+
+    def position(estimate: PlanEstimate) -> tuple[bool, float]:
+        is_by_formula = estimate.program is None
+        return is_by_formula, ranked(estimate)
+
+    return sorted(estimates, key=position)
 
 
 def _run_program(estimate: PlanEstimate) -> ProgramCost | None:
@@ -525,4 +536,5 @@ GOALS: dict[str, tuple[Key, Key]] = {
 
 def best_by(goal: str, plans: Plans) -> PlanEstimate:
     """Return the best of plans that are on several numbers of devices."""
-    return min(plans, key=GOALS[goal][1])
+    first, *_ = _programs_first(plans, GOALS[goal][1])
+    return first

@@ -4,6 +4,7 @@ near those of the program with all layers and microbatches, which `fs.plan.cost`
 
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from random import Random
 
 import pytest
@@ -204,6 +205,18 @@ def test_plans_that_are_one_program_are_one_row():
         for stage in (1, 2)
     ]
     assert costs[0].seconds == costs[1].seconds and costs[0].peak() == costs[1].peak()
+
+
+def test_plans_by_formulas_alone_are_behind_those_whose_programs_ran(monkeypatch):
+    """Formulas call some of them faster, by less than formulas may be wrong."""
+    monkeypatch.setattr(import_module("fshard.plan.search"), "PROGRAMS", 60)
+    options = {"devices": 8, "cluster": H100, "global_batch": 64, "optimizer": ADAMW}
+    plans = search(MODELS["tiny"], **options, rows=8, tensor=1, recompute="never")
+    ran = [x for x in plans if x.program is not None]
+    left = [x for x in plans if x.program is None]
+    assert ran and [*plans] == [*ran, *left]
+    assert min(x.seconds for x in left) < max(x.seconds for x in ran)
+    assert [x.seconds for x in ran] == sorted(x.seconds for x in ran)
 
 
 def test_programs_that_are_too_long_for_a_search_are_marked():
