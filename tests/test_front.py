@@ -81,6 +81,31 @@ def test_local_links_lead_to_files_and_headings():
     assert broken == []
 
 
+# -- code in lines of text --------------------------------------------------------------
+
+
+def expressions_of(page):
+    """Return the code in a page's lines of text that is a call with names of the library alone."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found = []
+    for code in re.findall(r"`([^`]+)`", text):
+        try:
+            tree = ast.parse(code, mode="eval")
+        except SyntaxError:
+            continue
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        if isinstance(tree.body, ast.Call) and names <= {"fs", "P"}:
+            found.append(code)
+    return found
+
+
+def test_calls_in_the_text_of_the_readme_run():
+    found = expressions_of(ROOT / "README.md")
+    assert "fs.Booster(plugin=fs.FSDPPlugin())" in found
+    for code in found:
+        eval(code, {"fs": fs, "P": fs.P})  # raises if the call is not legal
+
+
 # -- what is stable, what the environment decides ---------------------------------------
 
 

@@ -364,6 +364,12 @@ class ZeroPlugin(_SlowLinkPlugin):
     stage: Literal[1, 2] = 1
     offload: Literal["host", "disk"] | None = None
 
+    def _invalid_fields(self) -> list[str]:
+        errors = super()._invalid_fields()
+        if self.stage == 3:
+            errors.append("ZeRO-3 is fs.FSDPPlugin()")
+        return errors
+
     def zero(self) -> Stage:
         return self.stage
 

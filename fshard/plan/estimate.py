@@ -61,6 +61,7 @@ from fshard.plan.programs.staged import (
     short_programs,
     size_of_stages,
 )
+from fshard.plan.tables.layout import layout_text
 from fshard.transforms.module.lazy import without_memory
 
 LONGEST_PROGRAM = 256
@@ -75,7 +76,7 @@ is too large rejects plans that fit, and the program of a plan has the true byte
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PlanEstimate:
     """The time and the memory of a plan: those of its program, if that is short enough to run.
 
@@ -95,6 +96,16 @@ class PlanEstimate:
                 f"PlanEstimate: data of {self.plan} must be a number; got None. "
                 "Give plan.on(devices)."
             )
+
+    def __repr__(self) -> str:
+        """Show the layout, and the numbers that are known: a debugger's look runs no program."""
+        is_known = self.by_formula or "program" in vars(self)
+        if not is_known:
+            return f"PlanEstimate({layout_text(self.plan)})"
+        by_formula = "~" if self.program is None else ""
+        time = f"{by_formula}{self.seconds:.3g} s a step"
+        memory = f"{by_formula}{self.peak / 1e9:,.3g} GB a device"
+        return f"PlanEstimate({layout_text(self.plan)}: {time}, {memory})"
 
     # -- numbers of the model ---------------------------------------------------------------------
 

@@ -230,9 +230,9 @@ class GradientFunction:
     """
 
     options: StepOptions
-    mesh: Mesh
-    specs: PyTree
-    program: StepProgram
+    mesh: Mesh = field(repr=False)  # the options show it
+    specs: PyTree = field(repr=False)
+    program: StepProgram = field(repr=False)
     plans: list[tuple[object, Any]] = field(
         init=False, default_factory=list[Any], compare=False, repr=False
     )

@@ -227,7 +227,7 @@ class StageOptions:
     """The activations to recompute in the backward instead of saving: see `stage_functions`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Options(  # from the last group to the first: so a dataclass orders fields from first to last
     StageOptions,
     MemoryOptions,
@@ -256,6 +256,17 @@ class Options(  # from the last group to the first: so a dataclass orders fields
         errors += self._contradictions()
         if errors:
             raise ValueError(f"{'; '.join(errors)}.")
+
+    def __repr__(self) -> str:
+        """Show the options that differ from their defaults: few of many."""
+        texts = list[str]()
+        for each in fields(self):
+            value = vars(self)[each.name]
+            is_required = each.default is MISSING and each.default_factory is MISSING
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if is_required or value != default:
+                texts.append(f"{each.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(texts)})"
 
     def _contradictions(self) -> list[str]:
         """List the options, each valid, that contradict each other."""
@@ -288,7 +299,7 @@ def same_layouts(layout: Layout) -> Layout:
     return layout
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class StepOptions(Options):
     """The options of one gradient as the engine reads them: completed, with the loss function.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -158,10 +158,10 @@ class TrainStep(PlaceableStep):
     loss_fn: Any
     opt: Optimizer | ShardedOptimizer
     options: Options
-    optimizer: ShardedOptimizer
-    gradient: GradientFunction
-    update: Update
-    substitute: Callable[[PyTree], PyTree] | None = None
+    optimizer: ShardedOptimizer = field(repr=False)
+    gradient: GradientFunction = field(repr=False)
+    update: Update = field(repr=False)
+    substitute: Callable[[PyTree], PyTree] | None = field(default=None, repr=False)
 
     __name__ = "train_step"  # for what wraps a function, such as functools.wraps
 

@@ -84,7 +84,10 @@ FIELDS = {
         lambda: fs.DDPPlugin(options={"reduce": torch.int8}),
         "must be a floating dtype .*, got torch.int8",
     ),
-    "stage": (lambda: fs.ZeroPlugin(stage=3), "stage must be 1 or 2, got 3"),
+    "stage": (
+        lambda: fs.ZeroPlugin(stage=3),
+        "stage must be 1 or 2, got 3; ZeRO-3 is fs.FSDPPlugin",
+    ),
     "unit": (lambda: fs.FSDPPlugin(unit=0), "unit must be a path pattern"),
     "shard axis": (
         lambda: fs.FSDPPlugin(mesh=PIPE, shard_axis="rows"),

@@ -225,3 +225,14 @@ def test_programs_that_are_too_long_for_a_search_are_marked():
     plans = search(deep, **options, pipeline=16, zero_stage=3, schedule="gpipe", rows=1)
     assert all(x.program_size > PROGRAMS and x.program is None for x in plans)
     assert "~" in str(plans) and "by formulas" in str(plans.table().notes)
+
+
+def test_estimate_is_printed_with_its_numbers_where_they_are_known():
+    plan = Parallelism(data=8, rows=8, zero_stage=1)
+    layout = "data=8, ZeRO-1, 1 x 8"
+    assert repr(PlanEstimate(plan, tracer("tiny"))) == f"PlanEstimate({layout})"
+
+    by_formula = PlanEstimate(plan, tracer("tiny"), by_formula=True)
+    seconds, size = by_formula.seconds, by_formula.peak / 1e9
+    expected = f"PlanEstimate({layout}: ~{seconds:.3g} s a step, ~{size:.3g} GB a device)"
+    assert repr(by_formula) == expected

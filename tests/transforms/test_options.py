@@ -158,3 +158,23 @@ def test_plugins_take_the_options_that_no_field_of_theirs_is():
     assert {*plugin_options(in_stages=False)} == of_losses
     of_stages = {"live_units", "reduce", "skips", "inputs", "dynamic"}
     assert {*plugin_options(in_stages=True)} == of_stages
+
+
+def test_step_is_printed_with_the_options_that_differ_from_their_defaults():
+    opt = fs.partition_optimizer(fs.optim.sgd(0.1), mesh=MESH, axis="data", stage=2)
+    step = fs.train_step(len, opt, mesh=MESH, batch=P("data"), accumulate=4)
+    mesh = f"mesh={MESH!r}"
+    assert repr(step) == (
+        "TrainStep(loss_fn=<built-in function len>, "
+        f"opt=ShardedOptimizer(axis='data', stage=2, {mesh}), "
+        f'options=Options({mesh}, batch=P("data"), accumulate=4))'
+    )
+
+
+def test_sharded_optimizer_is_printed_with_the_memories_of_its_state():
+    opt = fs.partition_optimizer(
+        fs.optim.sgd(0.1), mesh=MESH, axis=("data",), stage=1, state_memory="host"
+    )
+    assert repr(opt) == (
+        f"ShardedOptimizer(axis='data', stage=1, mesh={MESH!r}, state_memory='host')"
+    )

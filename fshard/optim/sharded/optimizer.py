@@ -85,6 +85,16 @@ class ShardedOptimizer:
         self._inner = opt if memory is None else offloaded(opt, layouts.mesh, memory)
         self._inner_step = step_of(self._inner)
 
+    def __repr__(self) -> str:
+        axes = self.layouts.axes
+        axis = axes[0] if len(axes) == 1 else axes
+        texts = [f"axis={axis!r}", f"stage={self.stage}", f"mesh={self.layouts.mesh!r}"]
+        memories = {"state_memory": self.state_memory, "update_on": self.update_on}
+        texts += [f"{name}={kind!r}" for name, kind in memories.items() if kind != "device"]
+        if self.compression is not None:
+            texts.append("compress=...")
+        return f"ShardedOptimizer({', '.join(texts)})"
+
     def replaced(self, **options: Any) -> ShardedOptimizer:
         """Return the same optimizer with other options: the arguments of the class."""
         own = {name: x for name, x in vars(self).items() if not name.startswith("_")}
