@@ -35,10 +35,11 @@ from fshard.checkpoint.snapshot import TreeSnapshot, as_device_of
 from fshard.checkpoint.source import explain_absence
 from fshard.errors import CheckpointError, LostProcessError
 from fshard.mesh.layout import Mesh, PyTree
+from fshard.tables import Table, TableCell, TableColumn, Tabular
 from fshard.transforms.options import integer
 
 
-class Checkpoints:
+class Checkpoints(Tabular):
     """A folder with a checkpoint for each saved step. All processes make one, and call it alike.
 
     SIGTERM after the first save: the next `save` of any folder is made, whatever `every` is, and
@@ -46,6 +47,8 @@ class Checkpoints:
     or one after `wait()`, ends it at once.
 
     A run that continues from an earlier step keeps the later checkpoints of the run before.
+
+    Prints as a table of the saved steps, with their bytes and metrics.
 
     Args:
         path: the folder, which is made.
@@ -123,6 +126,24 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The last step that is saved, read from the folder; None without any."""
         return max(self.steps, default=None)
+
+    def table(self) -> Table:
+        """Return the saved steps, with their bytes and metrics, read from the folder."""
+        indices = {step: read_index(self.path / str(step)) for step in self.steps}
+        metrics = list[str]()
+        for index in indices.values():
+            metrics += [name for name in index.metrics if name not in metrics]
+        columns = [TableColumn("step", "count"), TableColumn("saved, bytes", "bytes")]
+        columns += [TableColumn(name) for name in metrics]
+        table = Table(columns, lead=f"checkpoints in {self.path}")
+        for step, index in indices.items():
+            size = sum([writer.size for writer in index.writers])
+            values = list[TableCell]()
+            for name in metrics:
+                value = index.metrics.get(name)
+                values.append(TableCell(value, "" if value is None else f"{value:.6g}"))
+            table.add(step, size, *values)
+        return table
 
     def restore(self, target: PyTree = None, *, step: int | None = None, **options: Any) -> Any:
         """Return the checkpoint of a step, by default the last.

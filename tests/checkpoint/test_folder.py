@@ -426,3 +426,12 @@ def test_a_leaf_that_one_process_cannot_save_fails_the_others_at_once(tmp_path):
         and second in first
     )
     assert seconds < 30
+
+
+def test_folder_is_printed_as_its_steps_with_bytes_and_metrics(tmp_path):
+    folder = fs.Checkpoints(tmp_path, keep=2)
+    for step, loss in enumerate([0.5, 0.25, 0.125]):
+        folder.save(step, {"w": torch.ones(3)}, metrics={"loss": loss})
+    size = sum(file.stat().st_size for file in (tmp_path / "2").glob("*.safetensors"))
+    assert folder.table().texts() == [("1", f"{size}", "0.25"), ("2", f"{size}", "0.125")]
+    assert "<td" in folder._repr_html_() and str(tmp_path) in repr(folder)
