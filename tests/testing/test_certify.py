@@ -382,6 +382,12 @@ def optimizer_of(update):
     return fs.optim.Optimizer(lambda params: (), updates, sharding="flat")
 
 
+def mean_over_positive_rows(p, x):
+    """As a mean over tokens without padding: its denominator differs from device to device."""
+    counted = (x[:, 0] > 0).double()
+    return (per_sample(p, x) * counted).sum() / counted.sum()
+
+
 BY_NORM = optimizer_of(lambda g: -g / (1 + g.norm()))
 FORGOTTEN = {
     "loss_fn": over_the_model({"model": lambda y, axis: y}),
@@ -429,6 +435,11 @@ WRONG = {
         {"loss_fn": of_one_device},
         leaf="bias",
         reason=("differs at [0]: ",),
+    ),
+    "a mean over some rows": Mistake(
+        {"loss_fn": mean_over_positive_rows},
+        leaf="bias",
+        reason=("gradient first differs", "The loss is ", "A mean over tokens needs weight="),
     ),
     "of one scalar": Mistake(
         {"loss_fn": of_one_scalar, "stages": [0, 3]},

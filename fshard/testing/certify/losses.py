@@ -105,7 +105,7 @@ def certify(
     >>> [(row.stage, row.leaf, row.verdict) for row in certificate.check().rows]
     [(0, 'w', 'EXACT'), (1, 'w', 'EXACT'), (2, 'w', 'EXACT'), (3, 'w', 'EXACT')]
     >>> print(certify(mistaken, params, x, fs.optim.sgd(0.5), mesh=mesh, stages=[3]).first.reason)
-    step 0: the gradient is 2 times that of one device
+    step 0: the gradient is 2 times that of one device. The loss is ...
     """
     has_buffers = options.setdefault("has_buffers", buffers is not None)
     _validate_options(mesh, steps, options, within, has_buffers, buffers is not None)
@@ -243,10 +243,10 @@ def _train_sharded(
     for number in range(program.steps):
         with fs.keyed_random(program.seed, number):
             if program.has_buffers:
-                params, state, buffers, _ = step(params, state, buffers, program.batch)
+                params, state, buffers, metrics = step(params, state, buffers, program.batch)
             else:
-                params, state, _ = step(params, state, program.batch)
-        trees = (recorded[-1], copied(params), copied(buffers))
+                params, state, metrics = step(params, state, program.batch)
+        trees = (recorded[-1], copied(params), copied(buffers), metrics["loss"])
         snapshot = Snapshot(*[Leaves.of(tree).leaves for tree in trees])
         snapshots.append(snapshot.mapped(gather_processes))
     return snapshots
@@ -273,15 +273,19 @@ def _train_serial(program: _Program, alone: Mesh, key: int) -> list[Snapshot]:
     snapshots: list[Snapshot] = []
     for number in range(program.steps):
         with fs.keyed_random(program.seed, key, number):
-            ((grads, buffers),) = fs.run(partial(_gradients, program, params, buffers), mesh=alone)
+            run = partial(_loss_and_gradients, program, params, buffers)
+            ((loss, grads, buffers),) = fs.run(run, mesh=alone)
             params, state = step(Leaves.of(params).rebuild(grads), state, params)
-        snapshots.append(Snapshot(grads, Leaves.of(params).leaves, Leaves.of(buffers).leaves))
+        trees = (grads, params, buffers, loss)
+        snapshots.append(Snapshot(*[Leaves.of(tree).leaves for tree in trees]))
     return snapshots
 
 
 @torch.enable_grad()
-def _gradients(program: _Program, params: PyTree, buffers: PyTree) -> tuple[list[Leaf], PyTree]:
-    """Return the gradients of a loss in the order of the parameters, and the buffers after it."""
+def _loss_and_gradients(
+    program: _Program, params: PyTree, buffers: PyTree
+) -> tuple[Tensor, list[Leaf], PyTree]:
+    """Return a loss, its gradients in the order of the parameters, and the buffers after it."""
     leaves = Leaves.of(params)
 
     def variable(x: Leaf, is_frozen: bool) -> Leaf:
@@ -292,12 +296,13 @@ def _gradients(program: _Program, params: PyTree, buffers: PyTree) -> tuple[list
     frozen = chosen(program.options.get("frozen"), leaves.paths, "frozen")
     tree = leaves.mapped(variable, frozen)
     loss, new_buffers = _loss_and_buffers(program, tree, buffers)
+    loss = loss.mean()  # of one number, or of one for each sample
     if loss.requires_grad:
-        loss.mean().backward()  # of one number, or of one for each sample
+        loss.backward()
 
     grads = [x.grad if isinstance(x, Tensor) else None for x in Leaves.of(tree).leaves]
     detached = Leaves.of(new_buffers).mapped(lambda x: x.detach() if isinstance(x, Tensor) else x)
-    return grads, detached
+    return loss.detach(), grads, detached
 
 
 def _loss_and_buffers(program: _Program, tree: PyTree, buffers: PyTree) -> tuple[Tensor, PyTree]:

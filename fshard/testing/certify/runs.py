@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from math import isclose
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -33,12 +34,14 @@ SUBJECTS = {"grads": "gradient", "params": "parameter", "buffers": "buffer"}
 class Snapshot(NamedTuple):
     """One step of a run: the leaves, in tree order.
 
-    `grads` are given to the optimizer; `params` and `buffers` are those after the step.
+    `grads` are given to the optimizer; `params` and `buffers` are those after the step. `losses`
+    has the loss of the batch, which is no row of its own: its gradient says more.
     """
 
     grads: list[Leaf]
     params: list[Leaf]
     buffers: list[Leaf]
+    losses: Sequence[Leaf] = ()
 
     def mapped(self, f: Callable[[Leaf], Leaf]) -> Snapshot:
         """Apply a function to each leaf; tied leaves stay tied."""
@@ -171,11 +174,28 @@ def compared(
             largest_of_all = 0.0
             if field != "buffers":
                 largest_of_all = max(map(largest, expected), default=0.0)
+            hint = hints.get(field, "")
+            if field == "grads":
+                hint += _hint_of_losses(snapshot, reference)
             columns = zip(getattr(names, field), leaves, expected, strict=True)
             for name, leaf, full in columns:
                 bound = bound_of(full, largest_of_all, dtype) if dtype else 0.0
                 shards = None if leaf is None else shards_of(leaf)
-                yield Comparison(step, name, subject, shards, full, bound, hints.get(field, ""))
+                yield Comparison(step, name, subject, shards, full, bound, hint)
+
+
+def _hint_of_losses(snapshot: Snapshot, reference: Snapshot) -> str:
+    """Return a likely cause of other gradients if the loss is another one; "" if it is not."""
+    hint = ""
+    for x, y in zip(snapshot.losses, reference.losses, strict=True):
+        loss = float(x)
+        expected = float(y)
+        if not isclose(loss, expected, rel_tol=1e-6):
+            hint = (
+                f". The loss is {loss:.5g} instead of {expected:.5g}: is it a mean over samples? "
+                "A mean over tokens needs weight="
+            )
+    return hint
 
 
 def shards_of(leaf: fs.Sharded | Tensor) -> Shards:
