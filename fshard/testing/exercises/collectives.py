@@ -193,6 +193,7 @@ SCATTER_CASES = Cases(
 
 
 def grade_scatter(answer: Answer) -> None:
+    """Check which collectives are called, then the values."""
     for (devices,) in SCATTER_CASES.cases:
         with fs.ledger() as comm:
             result = run_scatter(answer, devices)

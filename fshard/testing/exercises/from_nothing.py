@@ -57,6 +57,12 @@ def loss_and_grads(devices: int) -> tuple[Tensor, list[Tensor]]:
     return loss, grads
 
 
+def batch_rows(devices: int) -> tuple[PerDevice, PerDevice]:
+    """Return the inputs and the targets of each device."""
+    _, x, y = model_and_batch(devices)
+    return PerDevice(x.chunk(devices)), PerDevice(y.chunk(devices))
+
+
 def rows_of_devices(tensors: Sequence[Tensor], devices: int) -> PerDevice:
     """Return the rows of all tensors that each device has."""
     return PerDevice([x.chunk(devices)[i] for x in tensors] for i in range(devices))
@@ -67,11 +73,9 @@ def rows_of_devices(tensors: Sequence[Tensor], devices: int) -> PerDevice:
 
 def run_reduce(answer: Answer, devices: int) -> PerDevice:
     mesh = fs.make_mesh({"data": devices})
-    params, x, y = model_and_batch(devices)
-    x_rows = PerDevice(x.chunk(devices))
-    y_rows = PerDevice(y.chunk(devices))
+    params, _, _ = model_and_batch(devices)
     with fs.ledger() as comm:
-        results = on_devices(answer, mesh, params, x_rows, y_rows, loss_of)
+        results = on_devices(answer, mesh, params, *batch_rows(devices), loss_of)
     if comm.calls() >= LAYERS and is_same(results, reduced(devices)):
         raise WrongAnswer(
             f"The values are right, by {comm.calls()} collectives. `fs.pmean` takes a tree: all"
@@ -84,13 +88,13 @@ def reduced(devices: int) -> list[tuple[Tensor, list[Tensor]]]:
     return [loss_and_grads(devices)] * devices
 
 
-def of_own_rows(params: Any, x: Tensor, y: Tensor, loss_of: Answer) -> tuple[Tensor, list[Tensor]]:
+def of_own_rows(params: Any, x: Tensor, y: Tensor, loss_of: Any) -> tuple[Tensor, list[Tensor]]:
     grads, loss = torch.func.grad_and_value(loss_of)(params, x, y)
     return loss, grads
 
 
 @mistake("Each device has the gradient of its own rows: the replicas drift apart.")
-def not_reduced(params: Any, x: Tensor, y: Tensor, loss_of: Answer) -> Any:
+def not_reduced(params: Any, x: Tensor, y: Tensor, loss_of: Any) -> Any:
     return of_own_rows(params, x, y, loss_of)
 
 
@@ -98,18 +102,18 @@ def not_reduced(params: Any, x: Tensor, y: Tensor, loss_of: Answer) -> Any:
     "The sum over devices is n times the gradient of the mean. It acts as a learning rate that"
     " grows with the cluster."
 )
-def summed(params: Any, x: Tensor, y: Tensor, loss_of: Answer) -> Any:
+def summed(params: Any, x: Tensor, y: Tensor, loss_of: Any) -> Any:
     return fs.psum(of_own_rows(params, x, y, loss_of), "data")
 
 
 @mistake("The gradients are right. The loss is that of the device's own rows.")
-def loss_not_reduced(params: Any, x: Tensor, y: Tensor, loss_of: Answer) -> Any:
+def loss_not_reduced(params: Any, x: Tensor, y: Tensor, loss_of: Any) -> Any:
     loss, grads = of_own_rows(params, x, y, loss_of)
     return loss, fs.pmean(grads, "data")
 
 
 @mistake("The order is (loss, grads), as in `fs.value_and_grad`.")
-def gradients_first(params: Any, x: Tensor, y: Tensor, loss_of: Answer) -> Any:
+def gradients_first(params: Any, x: Tensor, y: Tensor, loss_of: Any) -> Any:
     loss, grads = fs.pmean(of_own_rows(params, x, y, loss_of), "data")
     return grads, loss
 
@@ -143,11 +147,11 @@ REDUCE = Exercise(
 
 def run_state(answer: Answer, devices: int) -> PerDevice:
     mesh = fs.make_mesh({"data": devices})
-    params, x, y = model_and_batch(devices)
+    params, _, _ = model_and_batch(devices)
     moments = rows_of_devices(momentum_of(devices), devices)
     grads = PerDevice()
-    for x_rows, y_rows in zip(x.chunk(devices), y.chunk(devices), strict=True):
-        grads.append(torch.func.grad(loss_of)(params, x_rows, y_rows))
+    for x, y in zip(*batch_rows(devices), strict=True):
+        grads.append(torch.func.grad(loss_of)(params, x, y))
 
     with fs.ledger() as comm:
         results = on_devices(answer, mesh, params, moments, grads)
@@ -256,12 +260,10 @@ def run_params(answer: Answer, devices: int) -> PerDevice:
         return loss.detach(), list(torch.autograd.grad(loss, leaves))
 
     mesh = fs.make_mesh({"data": devices})
-    params, x, y = model_and_batch(devices)
+    params, _, _ = model_and_batch(devices)
     shards = rows_of_devices(params, devices)
     with fs.ledger() as comm:
-        results = on_devices(
-            on_device, mesh, shards, PerDevice(x.chunk(devices)), PerDevice(y.chunk(devices))
-        )
+        results = on_devices(on_device, mesh, shards, *batch_rows(devices))
     if comm.calls(collective="all_gather") < LAYERS and is_same(results, differentiated(devices)):
         raise WrongAnswer(
             "Right, but all parameters are gathered at once, so each device has the full model for"
@@ -458,12 +460,10 @@ def run_steps(answer: Answer, devices: int) -> PerDevice:
         return shards, moments, losses
 
     mesh = fs.make_mesh({"data": devices})
-    params, x, y = model_and_batch(devices)
+    params, _, _ = model_and_batch(devices)
     shards = rows_of_devices(params, devices)
     with fs.ledger() as comm:
-        results = on_devices(
-            on_device, mesh, shards, PerDevice(x.chunk(devices)), PerDevice(y.chunk(devices))
-        )
+        results = on_devices(on_device, mesh, shards, *batch_rows(devices))
     if not comm.calls(collective="psum_scatter") and is_same(results, trained(devices)):
         raise WrongAnswer(
             "Right, but gradients are reduced in full. Differentiate the gathers: their backward"

@@ -123,7 +123,7 @@ def run_feedback(answer: Answer) -> tuple[Tensor, Tensor]:
     return torch.stack(messages), residual
 
 
-def with_feedback(grad: Tensor, residual: Tensor, compress: Answer) -> tuple[Tensor, Tensor]:
+def with_feedback(grad: Tensor, residual: Tensor, compress: Any) -> tuple[Tensor, Tensor]:
     corrected = grad + residual
     message = compress(corrected)
     return message, corrected - message
@@ -133,24 +133,24 @@ def with_feedback(grad: Tensor, residual: Tensor, compress: Answer) -> tuple[Ten
     "The new residual forgets the old one: it is what is left of the gradient and the residual"
     " together."
 )
-def forgets_the_old(grad: Tensor, residual: Tensor, compress: Answer) -> tuple[Tensor, Tensor]:
+def forgets_the_old(grad: Tensor, residual: Tensor, compress: Any) -> tuple[Tensor, Tensor]:
     message = compress(grad + residual)
     return message, grad - message
 
 
 @mistake("The residual is stored, but never added to a gradient.")
-def never_adds(grad: Tensor, residual: Tensor, compress: Answer) -> tuple[Tensor, Tensor]:
+def never_adds(grad: Tensor, residual: Tensor, compress: Any) -> tuple[Tensor, Tensor]:
     message = compress(grad)
     return message, grad - message
 
 
 @mistake("What is not sent is lost: the residual must keep it.")
-def keeps_none(grad: Tensor, residual: Tensor, compress: Answer) -> tuple[Tensor, Tensor]:
+def keeps_none(grad: Tensor, residual: Tensor, compress: Any) -> tuple[Tensor, Tensor]:
     return compress(grad), torch.zeros_like(grad)
 
 
 @mistake("The sign of the residual is wrong: it is what should have been sent, minus what was.")
-def wrong_sign(grad: Tensor, residual: Tensor, compress: Answer) -> tuple[Tensor, Tensor]:
+def wrong_sign(grad: Tensor, residual: Tensor, compress: Any) -> tuple[Tensor, Tensor]:
     corrected = grad + residual
     message = compress(corrected)
     return message, message - corrected

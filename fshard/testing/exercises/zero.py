@@ -238,6 +238,7 @@ REDUCE_CASES = Cases(
 
 
 def grade_reduce(answer: Answer) -> None:
+    """Check that no more is sent than needed, then the values."""
     for (n,) in REDUCE_CASES.cases:
         with fs.ledger() as comm:
             result = run_reduce(answer, n)

@@ -34,8 +34,7 @@ def check_function(answer: Any, form: str) -> None:
     if inspect.iscoroutinefunction(answer) or inspect.isgeneratorfunction(answer):
         raise WrongAnswer("The answer must be a plain function: `def` with `return`.")
 
-    inside = form.removeprefix("answer(").removesuffix(")")
-    names = inside.split(", ")
+    names = form.removeprefix("answer(").removesuffix(")").split(", ")
     try:
         inspect.signature(answer).bind(*names)
     except ValueError:
@@ -49,7 +48,8 @@ def check_function(answer: Any, form: str) -> None:
 
 def call(answer: Answer, *args: Any) -> Any:
     """Call an answer with copies of its arguments, and check that it leaves them as they are."""
-    copies = tree_map(_copied, args, none_is_leaf=True)
+    values: Any = args
+    copies: Any = tree_map(_copied, values, none_is_leaf=True)
     result = answer(*copies)
     for value, before in zip(copies, args, strict=True):
         if not is_same(value, before):

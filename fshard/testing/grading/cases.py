@@ -30,7 +30,7 @@ class Mistake:
 
 
 def mistake(hint: str) -> Callable[[Answer], Mistake]:
-    """Make a mistake of a wrong answer, as a decorator with its hint."""
+    """Return a decorator that makes a `Mistake` of a wrong answer."""
 
     def with_hint(answer: Answer) -> Mistake:
         return Mistake(hint, answer)
@@ -58,7 +58,7 @@ class Cases:
 
     def __call__(self, answer: Answer) -> None:
         """Raise `WrongAnswer` unless the results of an answer are right in all cases."""
-        results = [self._result(answer, case) for case in self.cases]
+        results: Any = [self._result(answer, case) for case in self.cases]
         expected = [self.truth(*case) for case in self.cases]
         if is_same(results, expected):
             return
@@ -68,7 +68,8 @@ class Cases:
             raise WrongAnswer("The answer returns None. Is a `return` missing?")
 
         for known in self.mistakes:
-            if is_same(results, [self.run(known.answer, *case) for case in self.cases]):
+            known_results = [self.run(known.answer, *case) for case in self.cases]
+            if is_same(results, known_results):
                 raise WrongAnswer(known.hint)
 
         for case, result, right in zip(self.cases, results, expected, strict=True):
@@ -88,7 +89,8 @@ class Cases:
 
     def _described(self, case: tuple[Any, ...]) -> str:
         names = inspect.signature(self.truth).parameters
-        return ", ".join(f"{name} = {shown(x)}" for name, x in zip(names, case, strict=True))
+        values = [f"{name} = {shown(value)}" for name, value in zip(names, case, strict=True)]
+        return ", ".join(values)
 
 
 def _first_difference(x: Any, y: Any) -> tuple[str, str, str]:
@@ -96,16 +98,21 @@ def _first_difference(x: Any, y: Any) -> tuple[str, str, str]:
     are_per_device = isinstance(x, PerDevice)
     are_sequences = isinstance(x, (list, tuple)) and isinstance(y, (list, tuple))
     are_nested = are_sequences and any(isinstance(item, (Tensor, list, tuple)) for item in y)
-    if (are_nested or are_per_device) and len(x) == len(y):
+    if (are_per_device or are_nested) and len(x) == len(y):
         for number, (left, right) in enumerate(zip(x, y, strict=True)):
-            if not is_same(left, right):
-                device = f", on device {number}," if are_per_device else ""
-                place, left_text, right_text = _first_difference(left, right)
-                return device + place, left_text, right_text
+            if is_same(left, right):
+                continue
+            place, left_text, right_text = _first_difference(left, right)
+            if are_per_device:
+                place = f", on device {number},{place}"
+            return place, left_text, right_text
+    return _difference_of_values(x, y)
 
+
+def _difference_of_values(x: Any, y: Any) -> tuple[str, str, str]:
     are_tensors = isinstance(x, Tensor) and isinstance(y, Tensor)
-    if are_tensors and x.shape == y.shape and x.ndim > 0:
-        differs = ~torch.isclose(x.double(), y.double(), rtol=1e-4, atol=1e-5)
-        index = differs.nonzero()[0].tolist()
-        return f" at {index}", f"{float(x[*index]):g}", f"{float(y[*index]):g}"
-    return "", shown(x), shown(y)
+    if not are_tensors or x.shape != y.shape or x.ndim == 0:
+        return "", shown(x), shown(y)
+    differs = ~torch.isclose(x.double(), y.double(), rtol=1e-4, atol=1e-5)
+    index = differs.nonzero()[0].tolist()
+    return f" at {index}", f"{float(x[*index]):g}", f"{float(y[*index]):g}"
