@@ -1,11 +1,17 @@
 """The exercises of the notebooks: a file a notebook, each with questions, hints and checks.
 
-Solutions are in the tests alone: `tests/testing/exercises` has one, and plausible wrong answers,
-for each exercise. A topic's file has its questions, hidden cases, and the mistakes that are made
-most, each as a function with its hint.
+Each exercise of a topic reads from top to bottom: the right result, the mistakes that are made
+most, the question. To add one:
 
-A new exercise is a row of its topic's `EXERCISES`, a solution and two wrong answers in the tests,
-and two cells at the end of the notebook: the question, and an answer that returns `...`.
+1. Write the right result, computed by the library, as a function of the sizes of a case.
+2. Write two mistakes or more, each the wrong answer of a learner below its hint, `@mistake("...")`.
+3. Write the `Exercise`, with `grade=Cases(cases=..., truth=..., mistakes=...)`, and name it in
+   `EXERCISES`. If the answer runs on devices, or its arguments are not the sizes themselves, `run=`
+   calls it. If an answer may be right in several ways, `grade` is a function that raises
+   `WrongAnswer`.
+4. Write a solution, and two wrong answers with a part of the hint that they must get, in the file
+   of the topic in `tests/testing/exercises`. Solutions are in the tests alone.
+5. Add two cells at the end of the notebook: the question, and an answer that returns `...`.
 """
 
 from __future__ import annotations

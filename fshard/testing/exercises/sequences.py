@@ -8,186 +8,237 @@ import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard.testing.grading import Exercise, PerDevice, grade_cases, on_devices
+from fshard.testing.grading import Answer, Cases, Exercise, PerDevice, mistake, on_devices
+
+__all__ = ["EXERCISES"]
 
 
-def _chunks(device: int, n: int) -> list[int]:
+# -- the chunks of a device -----------------------------------------------------------------------
+
+
+def zigzag_chunks(device: int, n: int) -> list[int]:
     order = fs.tensor.zigzag(torch.arange(2 * n), n, dim=0)
     return order.chunk(n)[device].tolist()
 
 
+@mistake("These are neighbours, the natural order: the last device would have most work.")
+def natural_chunks(device: int, n: int) -> list[int]:
+    return [2 * device, 2 * device + 1]
+
+
+@mistake("The second chunk is later on later devices, too, so the last still has most work.")
+def chunks_with_equal_distance(device: int, n: int) -> list[int]:
+    return [device, device + n]
+
+
+@mistake("Chunks are numbered from 0, so the last one is 2 n - 1.")
+def chunks_numbered_from_1(device: int, n: int) -> list[int]:
+    return [device, 2 * n - device]
+
+
 CHUNKS = Exercise(
-    "sequences.chunks",
-    "Zigzag cuts the tokens into 2 n chunks, 0 to 2 n - 1. Which two does `device` of `n` have?",
-    "answer(device, n)",
-    (
+    name="sequences.chunks",
+    question=(
+        "Zigzag cuts the tokens into 2 n chunks, 0 to 2 n - 1. Which two does `device` of `n` have?"
+    ),
+    form="answer(device, n)",
+    hints=(
         "An early one and a late one, such that the work of all devices is equal.",
         "The later the first one, the earlier the second one: their sum is the same for all.",
         "`device` and `2 * n - 1 - device`.",
     ),
-    "Without it the last device of a causal ring works twice as long as the mean.",
-    lambda answer: grade_cases(
-        answer,
-        "answer(device, n)",
-        [(0, 2), (1, 3), (4, 5)],
-        _chunks,
-        {
-            "These are neighbours, the natural order: the last device would have most work.": (
-                lambda device, n: [2 * device, 2 * device + 1]
-            ),
-            "The second chunk is later on later devices, too, so the last still has most work.": (
-                lambda device, n: [device, device + n]
-            ),
-            "Chunks are numbered from 0, so the last one is 2 n - 1.": (
-                lambda device, n: [device, 2 * n - device]
-            ),
-        },
+    why="Without it the last device of a causal ring works twice as long as the mean.",
+    grade=Cases(
+        cases=[(0, 2), (1, 3), (4, 5)],
+        truth=zigzag_chunks,
+        mistakes=(natural_chunks, chunks_with_equal_distance, chunks_numbered_from_1),
     ),
 )
 
 
-def _scores(device: int, n: int, tokens: int) -> int:
-    seen = torch.ones(tokens, tokens).tril()
-    return int(seen.chunk(n)[device].sum())
+# -- the scores of a device -----------------------------------------------------------------------
+
+
+def causal_scores(device: int, n: int, tokens: int) -> int:
+    mask = torch.ones(tokens, tokens).tril()
+    return int(mask.chunk(n)[device].sum())
+
+
+@mistake("That is without the causal mask, where each query sees all keys.")
+def scores_without_mask(device: int, n: int, tokens: int) -> int:
+    return tokens * tokens // n
+
+
+@mistake("A token sees itself, too: t + 1 keys.")
+def scores_of_earlier_tokens(device: int, n: int, tokens: int) -> int:
+    return causal_scores(device, n, tokens) - tokens // n
+
+
+@mistake(
+    "These are the scores among the device's own tokens. It also sees those of the devices before"
+    " it."
+)
+def scores_of_own_tokens(device: int, n: int, tokens: int) -> int:
+    return causal_scores(0, n, tokens)
+
+
+@mistake("That is the mean of all devices. In the natural order they differ.")
+def mean_scores(device: int, n: int, tokens: int) -> float:
+    return tokens * (tokens + 1) / 2 / n
 
 
 SCORES = Exercise(
-    "sequences.scores",
-    "`tokens` are sharded over `n` devices in their natural order. How many scores does `device`"
-    " compute in causal attention, one for each query of its own and each key that it sees?",
-    "answer(device, n, tokens)",
-    (
-        "Token t, counted from 0, sees t + 1 keys.",
-        "Add that over the device's tokens: `range(device * tokens // n, (device + 1) * tokens"
-        " // n)`.",
+    name="sequences.scores",
+    question=(
+        "`tokens` are sharded over `n` devices in their natural order. How many scores does"
+        " `device` compute in causal attention, one for each query of its own and each key that it"
+        " sees?"
     ),
-    "Device n - 1 has almost twice the mean, and a step takes as long as its slowest device.",
-    lambda answer: grade_cases(
-        answer,
-        "answer(device, n, tokens)",
-        [(0, 2, 8), (1, 3, 12), (3, 4, 16)],
-        _scores,
-        {
-            "That is without the causal mask, where each query sees all keys.": (
-                lambda device, n, tokens: tokens * tokens // n
-            ),
-            "A token sees itself, too: t + 1 keys.": (
-                lambda device, n, tokens: _scores(device, n, tokens) - tokens // n
-            ),
-            "These are the scores among the device's own tokens. It also sees those of the devices"
-            " before it.": lambda device, n, tokens: _scores(0, n, tokens),
-            "That is the mean of all devices. In the natural order they differ.": (
-                lambda device, n, tokens: tokens * (tokens + 1) / 2 / n
-            ),
-        },
+    form="answer(device, n, tokens)",
+    hints=(
+        "Token t, counted from 0, sees t + 1 keys.",
+        "Add that over the device's tokens: `range(device * tokens // n, (device + 1) * tokens //"
+        " n)`.",
+    ),
+    why="Device n - 1 has almost twice the mean, and a step takes as long as its slowest device.",
+    grade=Cases(
+        cases=[(0, 2, 8), (1, 3, 12), (3, 4, 16)],
+        truth=causal_scores,
+        mistakes=(
+            scores_without_mask,
+            scores_of_earlier_tokens,
+            scores_of_own_tokens,
+            mean_scores,
+        ),
     ),
 )
 
 
-def _halves(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return attention over two halves of the keys, with their log-sums, and over all keys."""
+# -- merge the results over two sets of keys ------------------------------------------------------
+
+
+def scores_and_values(seed: int) -> tuple[Tensor, Tensor]:
+    """Return the scores of four queries and keys, larger for a larger seed, and the values."""
     draw = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, 4, 6, generator=draw)
-    scores = 8 * seed * q @ k.T
-    parts = []
-    for half in (slice(0, 2), slice(2, 4)):
-        part = scores[:, half]
-        parts += [part.softmax(1) @ v[half], part.logsumexp(1)]
-    return parts[0], parts[1], parts[2], parts[3], scores.softmax(1) @ v
+    return 8 * seed * q @ k.T, v
 
 
-def _run_merge(function: Any, seed: int) -> Any:
-    return function(*_halves(seed)[:4])
+def run_merge(answer: Answer, seed: int) -> Any:
+    scores, v = scores_and_values(seed)
+    scores1, scores2 = scores.chunk(2, 1)
+    v1, v2 = v.chunk(2)
+    out1 = scores1.softmax(1) @ v1
+    out2 = scores2.softmax(1) @ v2
+    return answer(out1, scores1.logsumexp(1), out2, scores2.logsumexp(1))
 
 
-def _merged_by_exp(seed: int) -> Tensor:
-    out1, log1, out2, log2, _ = _halves(seed)
+def attention_over_all_keys(seed: int) -> Tensor:
+    scores, v = scores_and_values(seed)
+    return scores.softmax(1) @ v
+
+
+@mistake(
+    "Right for small scores; for large ones `exp` overflows. Only the difference of the two"
+    " logarithms matters."
+)
+def merged_by_exp(out1: Tensor, log1: Tensor, out2: Tensor, log2: Tensor) -> Tensor:
     w1 = log1.exp()[:, None]
     w2 = log2.exp()[:, None]
     return (out1 * w1 + out2 * w2) / (w1 + w2)
 
 
+@mistake("The mean weighs both halves alike. The half with larger scores has the larger share.")
+def mean_of_halves(out1: Tensor, log1: Tensor, out2: Tensor, log2: Tensor) -> Tensor:
+    return (out1 + out2) / 2
+
+
+@mistake("Each result is already divided by the sum of its half: the two do not add up.")
+def sum_of_halves(out1: Tensor, log1: Tensor, out2: Tensor, log2: Tensor) -> Tensor:
+    return out1 + out2
+
+
+@mistake("The weights are swapped: the first result gets the share of the second.")
+def swapped_weights(out1: Tensor, log1: Tensor, out2: Tensor, log2: Tensor) -> Tensor:
+    share1 = torch.sigmoid(log1 - log2)[:, None]
+    return torch.lerp(out1, out2, share1)
+
+
 MERGE = Exercise(
-    "sequences.merge",
-    "A ring has attended over two sets of keys: `out1` and `out2` (queries, features) are the two"
-    " results, `log1` and `log2` (queries) the logarithms of the sums of `exp(score)` that they"
-    " were divided by. Return the result over all keys. Scores may be in the hundreds.",
-    "answer(out1, log1, out2, log2)",
-    (
+    name="sequences.merge",
+    question=(
+        "A ring has attended over two sets of keys: `out1` and `out2` (queries, features) are the"
+        " two results, `log1` and `log2` (queries) the logarithms of the sums of `exp(score)` that"
+        " they were divided by. Return the result over all keys. Scores may be in the hundreds."
+    ),
+    form="answer(out1, log1, out2, log2)",
+    hints=(
         "The sum over all keys is exp(log1) + exp(log2), and each result has its share of it.",
-        "`exp` of hundreds overflows. The share of the first is"
-        " exp(log1) / (exp(log1) + exp(log2)) = sigmoid(log1 - log2).",
+        "`exp` of hundreds overflows. The share of the first is exp(log1) / (exp(log1) +"
+        " exp(log2)) = sigmoid(log1 - log2).",
         "`w = torch.sigmoid(log1 - log2)[:, None]`.",
     ),
-    "This line is ring attention, flash attention, and decoding with a sharded cache.",
-    lambda answer: grade_cases(
-        answer,
-        "answer(out1, log1, out2, log2)",
-        [(1,), (2,), (20,)],
-        lambda seed: _halves(seed)[4],
-        {
-            "Right for small scores; for large ones `exp` overflows. Only the difference of the two"
-            " logarithms matters.": _merged_by_exp,
-            "The mean weighs both halves alike. The half with larger scores has the larger"
-            " share.": (lambda seed: (_halves(seed)[0] + _halves(seed)[2]) / 2),
-            "Each result is already divided by the sum of its half: the two do not add up.": (
-                lambda seed: _halves(seed)[0] + _halves(seed)[2]
-            ),
-            "The weights are swapped: the first result gets the share of the second.": (
-                lambda seed: torch.lerp(
-                    _halves(seed)[0],
-                    _halves(seed)[2],
-                    torch.sigmoid(_halves(seed)[1] - _halves(seed)[3])[:, None],
-                )
-            ),
-        },
-        run=_run_merge,
-        names="seed",
+    why="This line is ring attention, flash attention, and decoding with a sharded cache.",
+    grade=Cases(
+        cases=[(1,), (2,), (20,)],
+        truth=attention_over_all_keys,
+        mistakes=(merged_by_exp, mean_of_halves, sum_of_halves, swapped_weights),
+        run=run_merge,
     ),
 )
 
 
-def _ids(n: int) -> Tensor:
-    return torch.arange(2 * 3 * n).view(2, 3 * n)
+# -- the positions of a device's tokens -----------------------------------------------------------
 
 
-def _positions(n: int) -> list[Tensor]:
-    return [*torch.arange(3 * n).chunk(n)]
+def run_positions(answer: Answer, devices: int) -> PerDevice:
+    ids = torch.arange(2 * 3 * devices).view(2, 3 * devices)
+    shards = PerDevice(ids.chunk(devices, 1))
+    return on_devices(answer, fs.make_mesh({"seq": devices}), shards)
+
+
+def positions(devices: int) -> list[Tensor]:
+    return [*torch.arange(3 * devices).chunk(devices)]
+
+
+@mistake("All devices begin at 0. Where does the sequence of this device begin?")
+def positions_from_0(ids: Tensor) -> Tensor:
+    return torch.arange(ids.shape[1])
+
+
+@mistake("The offset is the index of the device times its number of tokens, not the index.")
+def positions_from_index(ids: Tensor) -> Tensor:
+    return torch.arange(ids.shape[1]) + fs.axis_index("seq")
+
+
+@mistake("dim 0 is the batch. Tokens are dim 1.")
+def positions_of_rows(ids: Tensor) -> Tensor:
+    rows = ids.shape[0]
+    return torch.arange(rows) + rows * fs.axis_index("seq")
+
+
+@mistake("These are the positions of all tokens. Return those of the device's own.")
+def positions_of_all(ids: Tensor) -> Tensor:
+    return torch.arange(ids.shape[1] * fs.axis_size("seq"))
 
 
 POSITIONS = Exercise(
-    "sequences.positions",
-    'Tokens are sharded over "seq" in their natural order: a device has `ids` (batch, tokens / n).'
-    " Return the positions of its tokens in the entire sequence, a vector.",
-    "answer(ids)",
-    (
+    name="sequences.positions",
+    question=(
+        'Tokens are sharded over "seq" in their natural order: a device has `ids` (batch, tokens /'
+        " n). Return the positions of its tokens in the entire sequence, a vector."
+    ),
+    form="answer(ids)",
+    hints=(
         "The first device's positions begin at 0. And those of the second?",
         '`fs.axis_index("seq")` times the number of own tokens is the first position.',
     ),
-    "Without it rotary embeddings restart on each device, and the loss is only a little worse.",
-    lambda answer: grade_cases(
-        answer,
-        "answer(ids)",
-        [(2,), (3,)],
-        _positions,
-        {
-            "All devices begin at 0. Where does the sequence of this device begin?": (
-                lambda n: [torch.arange(3)] * n
-            ),
-            "The offset is the index of the device times its number of tokens, not the index.": (
-                lambda n: [torch.arange(3) + i for i in range(n)]
-            ),
-            "dim 0 is the batch. Tokens are dim 1.": (
-                lambda n: [torch.arange(2) + 2 * i for i in range(n)]
-            ),
-            "These are the positions of all tokens. Return those of the device's own.": (
-                lambda n: [torch.arange(3 * n)] * n
-            ),
-        },
-        run=lambda function, n: on_devices(
-            function, fs.make_mesh({"seq": n}), PerDevice(_ids(n).chunk(n, 1))
-        ),
-        names="devices",
+    why="Without it rotary embeddings restart on each device, and the loss is only a little worse.",
+    grade=Cases(
+        cases=[(2,), (3,)],
+        truth=positions,
+        mistakes=(positions_from_0, positions_from_index, positions_of_rows, positions_of_all),
+        run=run_positions,
     ),
 )
 

@@ -13,37 +13,50 @@ from torch.nn import functional as F
 import fshard as fs
 from fshard import P
 from fshard.testing.grading import (
+    Answer,
+    Cases,
     Exercise,
     PerDevice,
     WrongAnswer,
-    grade_cases,
     loss_and_gradient,
+    mistake,
     on_devices,
     sent,
 )
 
-_ROWS, _WIDTH, _HIDDEN = 4, 12, 24
+__all__ = ["EXERCISES"]
 
 
-def _sent_by_pair(up: P, down: P, n: int) -> Fraction:
+# -- the layouts of a pair of weights -------------------------------------------------------------
+
+ROWS, WIDTH, HIDDEN = 4, 12, 24
+
+
+def sent_by_pair(up: P, down: P, n: int) -> Fraction:
     """Count the bytes of a forward of two linear layers with these layouts on arrays."""
     mesh = fs.make_mesh({"t": n})
-    x = fs.device_put(torch.ones(_ROWS, _WIDTH), fs.Layout(mesh, P()))
-    w1 = fs.device_put(torch.ones(_HIDDEN, _WIDTH), fs.Layout(mesh, up))
-    w2 = fs.device_put(torch.ones(_WIDTH, _HIDDEN), fs.Layout(mesh, down))
-    return Fraction(sent(lambda: fs.unshard(F.linear(torch.relu(F.linear(x, w1)), w2))))
+    x = fs.device_put(torch.ones(ROWS, WIDTH), fs.Layout(mesh, P()))
+    w1 = fs.device_put(torch.ones(HIDDEN, WIDTH), fs.Layout(mesh, up))
+    w2 = fs.device_put(torch.ones(WIDTH, HIDDEN), fs.Layout(mesh, down))
+
+    def forward() -> None:
+        hidden = torch.relu(F.linear(x, w1))
+        fs.unshard(F.linear(hidden, w2))
+
+    return sent(forward)
 
 
-def _grade_pair(answer: Any) -> None:
+def grade_pair(answer: Any) -> None:
     is_pair = isinstance(answer, tuple) and not isinstance(answer, P) and len(answer) == 2
     if not is_pair or not all(isinstance(spec, P) for spec in answer):
         raise WrongAnswer("The answer must be a pair of specs, `(P(...), P(...))`.")
     up, down = answer
     if not up.axes or not down.axes:
         raise WrongAnswer("A weight without an axis is stored in full on each device.")
+
     for n in (2, 3):
-        best = Fraction(2 * (n - 1), n) * 4 * _ROWS * _WIDTH
-        count = _sent_by_pair(up, down, n)
+        best = Fraction(2 * (n - 1), n) * 4 * ROWS * WIDTH
+        count = sent_by_pair(up, down, n)
         if count <= best:
             continue
         if (up, down) == (P(None, "t"), P("t")):
@@ -59,124 +72,165 @@ def _grade_pair(answer: Any) -> None:
 
 
 PAIR = Exercise(
-    "tensor.pair",
-    "`F.linear(torch.relu(F.linear(x, up)), down)` runs on arrays; `x` is replicated. Choose"
-    " layouts"
-    ' of the two weights, each (out, in), over the axis "t", such that each device stores its share'
-    " and the forward sends as little as possible: one sum of the result.",
-    "answer = (P(...), P(...))",
-    (
+    name="tensor.pair",
+    question=(
+        "`F.linear(torch.relu(F.linear(x, up)), down)` runs on arrays; `x` is replicated. Choose"
+        ' layouts of the two weights, each (out, in), over the axis "t", such that each device'
+        " stores its share and the forward sends as little as possible: one sum of the result."
+    ),
+    form="answer = (P(...), P(...))",
+    hints=(
         "`relu` needs full values, not summands: the first product must not sum over a sharded"
         " dim.",
         'So the first weight is sharded along its outputs: `P("t")`. Along which dim is its'
         " result?",
         "The second weight is sharded along what it sums over: dim 1.",
     ),
-    "Megatron's pair: one all-reduce for two products, of the narrow tensor, not of the wide one.",
-    _grade_pair,
+    why=(
+        "Megatron's pair: one all-reduce for two products, of the narrow tensor, not of the wide"
+        " one."
+    ),
+    grade=grade_pair,
 )
 
 
-def _given(n: int) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(n)
-    return torch.randn(4, 6, generator=draw), torch.randn(6, 2 * n, generator=draw)
+# -- a column-parallel layer ----------------------------------------------------------------------
 
 
-def _run_column(function: Any, n: int) -> list[Any]:
-    x, w = _given(n)
+def input_and_weight(devices: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(devices)
+    x = torch.randn(4, 6, generator=draw)
+    w = torch.randn(6, 2 * devices, generator=draw)
+    return x, w
+
+
+def run_column(answer: Answer, devices: int) -> PerDevice:
+    """Return the loss and the gradient of the input on each device."""
+    x, w = input_and_weight(devices)
+
+    def loss(x: Tensor, shard: Tensor) -> Tensor:
+        columns = answer(x, shard)
+        return fs.psum(columns.square().sum(), "t")
 
     def on_device(x: Tensor, shard: Tensor) -> tuple[Any, Any]:
-        return loss_and_gradient(lambda x: fs.psum(function(x, shard).square().sum(), "t"), x)
+        return loss_and_gradient(loss, x, shard)
 
-    return on_devices(on_device, fs.make_mesh({"t": n}), x, PerDevice(w.chunk(n, 1)))
-
-
-def _column(n: int) -> list[Any]:
-    x, w = _given(n)
-    return [((x @ w).square().sum(), 2 * (x @ w) @ w.T)] * n
+    shards = PerDevice(w.chunk(devices, 1))
+    return on_devices(on_device, fs.make_mesh({"t": devices}), x, shards)
 
 
-def _column_unmarked(n: int) -> list[Any]:
-    x, w = _given(n)
-    loss = (x @ w).square().sum()
-    return [(loss, 2 * (x @ part) @ part.T) for part in w.chunk(n, 1)]
+def column_on_one_device(devices: int) -> list[tuple[Tensor, Tensor]]:
+    x, w = input_and_weight(devices)
+    y = x @ w
+    loss = y.square().sum()
+    gradient = 2 * y @ w.T
+    return [(loss, gradient)] * devices
+
+
+@mistake(
+    "The forward is right. But the gradient of `x` has the device's own columns alone, so devices"
+    " differ. Mark `x` where it meets the shard: its backward must be a sum."
+)
+def unmarked_input(x: Tensor, shard: Tensor) -> Tensor:
+    return x @ shard
+
+
+@mistake(
+    "The devices' columns are different ones: to add them mixes features. Forward, nothing is"
+    " summed."
+)
+def sum_of_columns(x: Tensor, shard: Tensor) -> Tensor:
+    return fs.psum(x @ shard, "t")
+
+
+@mistake("All devices have all columns. The next layer sums over those of the device alone.")
+def all_columns(x: Tensor, shard: Tensor) -> Tensor:
+    return fs.all_gather(x @ shard, "t", dim=1)
 
 
 COLUMN = Exercise(
-    "tensor.column",
-    'Write a column-parallel layer on a device: `x` is equal on all devices along "t", `shard` has'
-    " the device's columns of a weight (in, out). Return the device's columns of `x @ w`. The check"
-    " takes the gradient with respect to `x`, which must be equal on all devices, and right.",
-    "answer(x, shard)",
-    (
+    name="tensor.column",
+    question=(
+        'Write a column-parallel layer on a device: `x` is equal on all devices along "t", `shard`'
+        " has the device's columns of a weight (in, out). Return the device's columns of `x @ w`."
+        " The check takes the gradient with respect to `x`, which must be equal on all devices, and"
+        " right."
+    ),
+    form="answer(x, shard)",
+    hints=(
         "Forward, nothing is sent. And backward?",
         "Each device contributes the gradient of its own columns. Which mark has a sum as its"
         " backward?",
         '`fs.pvary(x, "t") @ shard`.',
     ),
-    "Megatron calls it f: the identity forward, an all-reduce backward. Forgotten, it trains on,"
-    " a little wrong.",
-    lambda answer: grade_cases(
-        answer,
-        "answer(x, shard)",
-        [(2,), (3,)],
-        _column,
-        {
-            "The forward is right. But the gradient of `x` has the device's own columns alone, so"
-            " devices differ. Mark `x` where it meets the shard: its backward must be a sum.": (
-                _column_unmarked
-            ),
-            "The devices' columns are different ones: to add them mixes features. Forward, nothing"
-            " is summed.": lambda n: _run_column(lambda x, shard: fs.psum(x @ shard, "t"), n),
-            "All devices have all columns. The next layer sums over those of the device alone.": (
-                lambda n: _run_column(lambda x, shard: fs.all_gather(x @ shard, "t", dim=1), n)
-            ),
-        },
-        run=_run_column,
-        names="devices",
+    why=(
+        "Megatron calls it f: the identity forward, an all-reduce backward. Forgotten, it trains"
+        " on, a little wrong."
+    ),
+    grade=Cases(
+        cases=[(2,), (3,)],
+        truth=column_on_one_device,
+        mistakes=(unmarked_input, sum_of_columns, all_columns),
+        run=run_column,
     ),
 )
 
 
-def _fused(width: int, n: int, device: int) -> Tensor:
-    """Return the rows of q, k and v of a device: its share of each of the three."""
-    return torch.arange(3 * width).view(3, n, -1)[:, device].flatten()
+# -- the rows of a fused weight -------------------------------------------------------------------
+
+
+def rows_by_heads(width: int, n: int, device: int) -> Tensor:
+    rows = torch.arange(3 * width).view(3, n, -1)
+    return rows[:, device].flatten()
+
+
+@mistake(
+    "That is a contiguous range of all rows: on two devices the first has all queries and half of"
+    " the keys. Shard q, k and v apart."
+)
+def contiguous_rows(width: int, n: int, device: int) -> Tensor:
+    return torch.arange(3 * width).view(n, -1)[device]
+
+
+@mistake("Those are the rows of q alone. k and v of these heads are needed, too.")
+def rows_of_q(width: int, n: int, device: int) -> Tensor:
+    return torch.arange(width).view(n, -1)[device]
+
+
+@mistake("Every n-th row: heads are contiguous, so a device has ranges of rows.")
+def every_nth_row(width: int, n: int, device: int) -> Tensor:
+    return torch.arange(device, 3 * width, n)
 
 
 QKV = Exercise(
-    "tensor.qkv",
-    "A fused weight has 3 * `width` rows: those of q, then of k, then of v. It is sharded over `n`"
-    " devices, by heads. Which rows does `device` have, in order? Return their numbers.",
-    "answer(width, n, device)",
-    (
+    name="tensor.qkv",
+    question=(
+        "A fused weight has 3 * `width` rows: those of q, then of k, then of v. It is sharded over"
+        " `n` devices, by heads. Which rows does `device` have, in order? Return their numbers."
+    ),
+    form="answer(width, n, device)",
+    hints=(
         "With its heads a device needs q, k and v of these heads.",
         "It has a range of q's rows, the same range of k's, and of v's.",
         "`torch.arange(3 * width).view(3, n, -1)[:, device].flatten()`, or three ranges.",
     ),
-    "A contiguous third would give one device all queries: the most frequent mistake of loaders.",
-    lambda answer: grade_cases(
-        answer,
-        "answer(width, n, device)",
-        [(8, 2, 0), (8, 2, 1), (12, 3, 1), (4, 4, 3)],
-        _fused,
-        {
-            "That is a contiguous range of all rows: on two devices the first has all queries and"
-            " half of the keys. Shard q, k and v apart.": (
-                lambda width, n, device: torch.arange(3 * width).view(n, -1)[device]
-            ),
-            "That are the rows of q alone. k and v of these heads are needed, too.": (
-                lambda width, n, device: torch.arange(width).view(n, -1)[device]
-            ),
-            "Every n-th row: heads are contiguous, so a device has ranges of rows.": (
-                lambda width, n, device: torch.arange(device, 3 * width, n)
-            ),
-        },
+    why=(
+        "A contiguous third would give one device all queries: the most frequent mistake of"
+        " loaders."
+    ),
+    grade=Cases(
+        cases=[(8, 2, 0), (8, 2, 1), (12, 3, 1), (4, 4, 3)],
+        truth=rows_by_heads,
+        mistakes=(contiguous_rows, rows_of_q, every_nth_row),
     ),
 )
 
 
+# -- the bytes of a pair of layers ----------------------------------------------------------------
+
+
 @cache
-def _sent_by_layers(tokens: int, width: int, n: int) -> int | Fraction:
+def sent_by_layers(tokens: int, width: int, n: int) -> Fraction:
     """Count the bytes of a pair of layers, forward and backward, on devices without values."""
     mesh = fs.make_mesh({"t": n}, runtime="abstract")
     mode = fs.tensor.mode("1d", ("t",), mesh)
@@ -187,69 +241,71 @@ def _sent_by_layers(tokens: int, width: int, n: int) -> int | Fraction:
     def step(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         x = x.requires_grad_()
         hidden = fs.tensor.column(x, up, "t")
-        return torch.autograd.grad(fs.tensor.row(hidden, down, "t").sum(), x)[0]
+        loss = fs.tensor.row(hidden, down, "t").sum()
+        return torch.autograd.grad(loss, x)[0]
 
     run = fs.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check=False)
     return sent(lambda: run(x, w, w.T))
 
 
+@mistake("That is the forward. The backward sums the gradient of the input.")
+def sent_forward(tokens: int, width: int, n: int) -> Fraction:
+    return sent_by_layers(tokens, width, n) / 2
+
+
+@mistake("The hidden layer is never sent: it is sharded between the two products.")
+def sent_with_hidden_width(tokens: int, width: int, n: int) -> Fraction:
+    return 4 * sent_by_layers(tokens, width, n)
+
+
+@mistake("That is a number of elements. A float32 has 4 bytes.")
+def sent_elements(tokens: int, width: int, n: int) -> Fraction:
+    return sent_by_layers(tokens, width, n) / 4
+
+
+@mistake("Each device sends (n - 1)/n of the bytes, twice for a `psum`.")
+def full_bytes(tokens: int, width: int, n: int) -> int:
+    return 8 * tokens * width
+
+
 BYTES = Exercise(
-    "tensor.bytes",
-    "How many bytes does a device send for one pair of layers in 1d tensor parallelism, forward and"
-    " backward, with `tokens` x `width` activations in float32, a hidden width of 4 * `width`, and"
-    " `n` devices?",
-    "answer(tokens, width, n)",
-    (
+    name="tensor.bytes",
+    question=(
+        "How many bytes does a device send for one pair of layers in 1d tensor parallelism, forward"
+        " and backward, with `tokens` x `width` activations in float32, a hidden width of 4 *"
+        " `width`, and `n` devices?"
+    ),
+    form="answer(tokens, width, n)",
+    hints=(
         "One `psum` forward, in the second layer, one backward, in the first.",
         "Of which tensor? Of the narrow one: (tokens, width).",
         "2 (n - 1)/n times 4 bytes times the elements, twice.",
     ),
-    "It does not depend on the weights, and hardly on n: so this axis stays within a machine.",
-    lambda answer: grade_cases(
-        answer,
-        "answer(tokens, width, n)",
-        [(16, 8, 2), (24, 12, 3), (64, 16, 8)],
-        _sent_by_layers,
-        {
-            "That is the forward. The backward sums the gradient of the input.": (
-                lambda tokens, width, n: _sent_by_layers(tokens, width, n) / 2
-            ),
-            "The hidden layer is never sent: it is sharded between the two products.": (
-                lambda tokens, width, n: 4 * _sent_by_layers(tokens, width, n)
-            ),
-            "That is a number of elements. A float32 has 4 bytes.": (
-                lambda tokens, width, n: _sent_by_layers(tokens, width, n) / 4
-            ),
-            "Each device sends (n - 1)/n of the bytes, twice for a `psum`.": (
-                lambda tokens, width, n: 8 * tokens * width
-            ),
-        },
+    why="It does not depend on the weights, and hardly on n: so this axis stays within a machine.",
+    grade=Cases(
+        cases=[(16, 8, 2), (24, 12, 3), (64, 16, 8)],
+        truth=sent_by_layers,
+        mistakes=(sent_forward, sent_with_hidden_width, sent_elements, full_bytes),
     ),
 )
 
 
-def _logits(n: int) -> tuple[Tensor, Tensor]:
+# -- the cross entropy of sharded words -----------------------------------------------------------
+
+
+def logits_and_labels(devices: int) -> tuple[Tensor, Tensor]:
     """Return logits, some of them large, and labels of all devices' words."""
-    draw = torch.Generator().manual_seed(n)
-    logits = 30 * torch.randn(6, 3 * n, generator=draw)
+    draw = torch.Generator().manual_seed(devices)
+    logits = 30 * torch.randn(6, 3 * devices, generator=draw)
     logits[0] += 200
-    return logits, torch.randint(3 * n, (6,), generator=draw)
+    labels = torch.randint(3 * devices, (6,), generator=draw)
+    return logits, labels
 
 
-def _cross_entropy(n: int) -> list[Tensor]:
-    logits, labels = _logits(n)
-    return [F.cross_entropy(logits, labels, reduction="none")] * n
-
-
-def _log_sums(n: int) -> list[Tensor]:
-    logits, _ = _logits(n)
-    return [torch.logsumexp(logits, 1)] * n
-
-
-def _run_loss(function: Any, n: int) -> list[Any]:
-    logits, labels = _logits(n)
-    shards = PerDevice(logits.chunk(n, 1))
-    results = on_devices(function, fs.make_mesh({"t": n}), shards, labels)
+def run_vocabulary(answer: Answer, devices: int) -> PerDevice:
+    logits, labels = logits_and_labels(devices)
+    shards = PerDevice(logits.chunk(devices, 1))
+    results = on_devices(answer, fs.make_mesh({"t": devices}), shards, labels)
     for result in results:
         if isinstance(result, Tensor) and not result.isfinite().all():
             raise WrongAnswer(
@@ -259,36 +315,50 @@ def _run_loss(function: Any, n: int) -> list[Any]:
     return results
 
 
+def cross_entropy(devices: int) -> list[Tensor]:
+    logits, labels = logits_and_labels(devices)
+    return [F.cross_entropy(logits, labels, reduction="none")] * devices
+
+
+@mistake("That is the log-sum-exp. The logit of the label is missing, from the device that has it.")
+def log_sum_exp(logits: Tensor, labels: Tensor) -> Tensor:
+    return fs.all_gather(logits, "t", dim=1).logsumexp(1)
+
+
+@mistake("That is the mean over rows; here each row has its own.")
+def mean_of_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    full = fs.all_gather(logits, "t", dim=1)
+    return F.cross_entropy(full, labels)
+
+
+@mistake("The sign is wrong: log-sum-exp minus the logit of the label.")
+def negative_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    full = fs.all_gather(logits, "t", dim=1)
+    return -F.cross_entropy(full, labels, reduction="none")
+
+
 VOCABULARY = Exercise(
-    "tensor.vocabulary",
-    'The words of the head are sharded over "t": a device has its columns of the `logits` (rows,'
-    " words / n), and all `labels` as numbers of words. Return the cross entropy of each row,"
-    " without gathering the logits. They may be as large as 300.",
-    "answer(logits, labels)",
-    (
+    name="tensor.vocabulary",
+    question=(
+        'The words of the head are sharded over "t": a device has its columns of the `logits`'
+        " (rows, words / n), and all `labels` as numbers of words. Return the cross entropy of each"
+        " row, without gathering the logits. They may be as large as 300."
+    ),
+    form="answer(logits, labels)",
+    hints=(
         "log-sum-exp minus the logit of the label. Both are sums over devices.",
-        "The label of a row is on one device: `labels - offset` is in range there alone; others add"
-        " zero.",
+        "The label of a row is on one device: `labels - offset` is in range there alone; others"
+        " add zero.",
         'For large logits subtract `fs.pmax(logits.amax(1), "t")` before `exp`.',
     ),
-    "Rows x words logits are the largest tensor of many models. So they are never in one place.",
-    lambda answer: grade_cases(
-        answer,
-        "answer(logits, labels)",
-        [(2,), (3,)],
-        _cross_entropy,
-        {
-            "That is the log-sum-exp. The logit of the label is missing, from the device that has"
-            " it.": _log_sums,
-            "That is the mean over rows; here each row has its own.": (
-                lambda n: [x.mean() for x in _cross_entropy(n)]
-            ),
-            "The sign is wrong: log-sum-exp minus the logit of the label.": (
-                lambda n: [-x for x in _cross_entropy(n)]
-            ),
-        },
-        run=_run_loss,
-        names="devices",
+    why=(
+        "Rows x words logits are the largest tensor of many models. So they are never in one place."
+    ),
+    grade=Cases(
+        cases=[(2,), (3,)],
+        truth=cross_entropy,
+        mistakes=(log_sum_exp, mean_of_rows, negative_cross_entropy),
+        run=run_vocabulary,
     ),
 )
 

@@ -64,6 +64,7 @@ WRONG = {
         "factor 2": lambda save, hours, devices: sqrt(save * 3600 * hours / devices),
         "in hours": lambda save, hours, devices: sqrt(2 * save * 3600 * hours / devices) / 60,
         "between two failures": lambda save, hours, devices: 3600 * hours / devices,
+        "the answer is nan": lambda save, hours, devices: float("nan"),
         "square root": lambda save, hours, devices: 2 * save * 3600 * hours / devices,
     },
 }
