@@ -29,14 +29,24 @@ def logits_of(tokens: int, experts: int) -> Tensor:
 
 
 def run_route(answer: Answer, tokens: int, experts: int, k: int) -> Any:
-    result = answer(logits_of(tokens, experts), k)
-    if isinstance(result, Tensor) and not result.is_floating_point():
+    """Return the weights, and True if a router learns by them."""
+    result = answer(logits_of(tokens, experts).requires_grad_(), k)
+    if result is None:
+        return None
+    if not isinstance(result, Tensor):
+        raise WrongAnswer("The answer must be a tensor: a router learns by its gradient.")
+    if not result.is_floating_point():
         raise WrongAnswer("These are the numbers of the experts. Return their weights.")
-    return result
+    return result.detach(), result.requires_grad
 
 
-def weights(tokens: int, experts: int, k: int) -> Tensor:
-    return fs.experts.route(logits_of(tokens, experts), k).weights
+def weights(tokens: int, experts: int, k: int) -> tuple[Tensor, bool]:
+    return fs.experts.route(logits_of(tokens, experts), k).weights, True
+
+
+@mistake("The weights are right, and detached: without their gradient the router never learns.")
+def detached_weights(logits: Tensor, k: int) -> Tensor:
+    return fs.experts.route(logits.detach(), k).weights
 
 
 @mistake(
@@ -84,6 +94,7 @@ WEIGHTS = Exercise(
         cases=[(5, 4, 2), (7, 6, 3), (4, 3, 1)],
         truth=weights,
         mistakes=(
+            detached_weights,
             weights_among_all_experts,
             largest_logits,
             equal_weights,

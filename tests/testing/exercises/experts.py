@@ -37,6 +37,7 @@ WRONG = {
         "comes first": lambda logits, k: logits.sort(1).values[:, -k:].softmax(1),
         "of all experts": lambda logits, k: logits.softmax(1),
         "numbers of the experts": lambda logits, k: logits.topk(k, 1).indices,
+        "detached": lambda logits, k: logits.detach().topk(k, 1).values.softmax(1),
     },
     "experts.exchange": {
         "own experts": lambda counts, width, device: 4 * width * sum(counts[device]),
