@@ -35,7 +35,7 @@ class Snapshot(NamedTuple):
     """One step of a run: the leaves, in tree order.
 
     `grads` are given to the optimizer; `params` and `buffers` are those after the step. `losses`
-    has the loss of the batch, which is no row of its own: its gradient says more.
+    has the loss of the batch, which is no row of its own: gradients show more.
     """
 
     grads: list[Leaf]
