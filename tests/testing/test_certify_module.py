@@ -45,6 +45,22 @@ class Largest(nn.Module):
         return x / self.largest
 
 
+class Tower(nn.Module):
+    """Equal layers between two others, of which the first computes on the floats of the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Conv1d(1, 6, 4)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = self.read(x.unsqueeze(1)).flatten(1)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
 def net(more=nn.Identity):
     torch.manual_seed(3)
     return Net(more)
@@ -106,6 +122,32 @@ def test_certify_module_takes_loss_from_the_output():
         return Scored(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
     certified(factory, fs.DDPPlugin(), batches=batches, loss=None).check()
+
+
+def test_certify_module_gives_the_loss_a_batch_that_is_a_dict():
+    batches = [{"input": x} for x, _ in BATCHES]
+
+    def factory():
+        torch.manual_seed(1)
+        return nn.Linear(4, 2)
+
+    def loss(output, batch):
+        return (output - batch["input"][:, :2]).square().mean()
+
+    certified(factory, fs.DDPPlugin(), batches=batches, loss=loss).check()
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_certify_module_takes_a_sample_in_the_dtype_of_the_module(tensor):
+    def factory():
+        torch.manual_seed(1)
+        return Tower()
+
+    parallelism = fs.Parallelism(data=1, pipeline=2, tensor=tensor)
+    plugin = fs.HybridParallelPlugin(parallelism, sample=(BATCHES[0][0],), blocks="blocks")
+    mesh = parallelism.mesh()
+
+    certify_module(factory, BATCHES, mesh, loss=nn.MSELoss(), plugin=plugin).check()
 
 
 def test_certify_module_unseeded_factory_raises():

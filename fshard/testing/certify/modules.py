@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fshard as fs
+from fshard.booster.stages import loss_of
 from fshard.mesh.layout import Mesh
 from fshard.optim.contract import copied
 from fshard.testing.certificate import Certificate
@@ -65,9 +66,10 @@ def certify_module(
     Args:
         factory: builds the module, with the same parameters each time; it is called for every run.
         batches: one per step, full tensors: pairs (inputs, labels), or dicts of the module's
-            arguments without a `loss`.
+            arguments.
         mesh: the devices.
-        loss: of (output, labels); None: the module's output has it as `.loss`.
+        loss: of (output, labels), or of (output, batch) if the batch is a dict; None: the module's
+            output has it as `.loss`.
         optimizer: from parameters to an optimizer of torch; None: SGD with momentum.
         plugin: of the Booster; or a stage of ZeRO.
         seed: of all random draws.
@@ -91,6 +93,8 @@ def certify_module(
     if is_in_float64:
         options = {name: x for name, x in plugin.options.items() if name not in LOWER_DTYPES}
         plugin = replace(plugin, precision=None, options=options)
+        if isinstance(plugin, fs.HybridParallelPlugin):
+            plugin = replace(plugin, sample=on_device(plugin.sample, mesh, wide=True))
     program = _ModuleProgram(
         factory=factory,
         batches=[on_device(batch, mesh, wide=is_in_float64) for batch in batches],
@@ -167,10 +171,8 @@ def _train_serial(program: _ModuleProgram, key: int) -> list[Snapshot]:
     snapshots: list[Snapshot] = []
     for step, batch in enumerate(program.batches):
         with fs.keyed_random(program.seed, key, step):
-            if program.loss is None:
-                loss = model(**batch).loss.mean()
-            else:
-                loss = program.loss(model(batch[0]), batch[1]).mean()
+            output = model(**batch) if isinstance(batch, Mapping) else model(batch[0])
+            loss = loss_of(program.loss, output, batch).mean()
             loss.backward()
             opt.step()
         opt.zero_grad()
