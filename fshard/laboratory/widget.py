@@ -118,7 +118,8 @@ def lab(
     Args:
         model: the sizes of a `Transformer`, by default a small one; or a module with repeated
             layers, as `fs.plan.search` takes it.
-        batch: of a module: one sample or more.
+        batch: of a module: one sample or more. A module of transformers needs a mask of two dims
+            in it, and `attn_implementation="eager"`.
         loss: of a module: a function of the output and the batch.
         blocks: of a module: the path of its layers; default: the longest `ModuleList`.
         mesh: sizes of axes, with the names of `fs.Parallelism`: {"data": 4, "model": 2}.
