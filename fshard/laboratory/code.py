@@ -3,8 +3,7 @@
     imports ── model ── mesh ── layers ── layouts ── optimizer ── loss ── step ── training
 
 Of a full model each part is written out by functions. Of stages a Booster has all of them, by its
-plugin. A module of the user's own is the name `model`, beside `batch` and `loss`, that `fs.lab` was
-given.
+plugin. A module of the user's own is the name `model`, beside the names `batch` and `loss`.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def _title(state: LabState, plan: Parallelism) -> str:
 
 def _imports(plan: Parallelism, model: LayeredModel) -> Lines:
     lines = ["import torch"]
-    is_cross_entropy = model.loss is None and not isinstance(model.batch, Mapping)
-    if is_cross_entropy and (plan.in_stages or not plan.inner_axes):
+    layers = _name_of_layers(plan)
+    if _value_of_loss(model, layers).startswith("cross_entropy"):
         lines.append("from torch.nn.functional import cross_entropy")
     lines += ["", "import fshard as fs"]
     if not plan.in_stages:
@@ -90,8 +89,10 @@ def _model(state: LabState, model: LayeredModel) -> Lines:
 
 def _batch_of_module(rows: int, model: LayeredModel) -> Lines:
     """Return the lines that repeat the rows of a batch until a step has all that it takes."""
-    names = "model and batch" if model.loss is None else "model, batch and loss"
     batch = model.batch
+    names = "model, batch and loss"
+    if model.loss is None:
+        names = "model and batch"
     tensors = [batch]
     if isinstance(batch, Mapping):
         first = next(iter(cast(Mapping[str, Any], batch)))
@@ -106,11 +107,15 @@ def _batch_of_module(rows: int, model: LayeredModel) -> Lines:
         length = "len(batch)"
         repeated = "batch[rows]"
     if not all([isinstance(x, torch.Tensor) for x in tensors]):
-        return [f"# {names} are those that fs.lab was given; batch must have {rows} rows."]
+        return [
+            f"# {names} are those that fs.lab was given; batch must have {rows} rows.",
+            "model.train()",
+        ]
     return [
         f"# {names} are those that fs.lab was given; rows are repeated, as a step takes {rows}.",
         f"rows = torch.arange({rows}) % {length}",
         f"batch = {repeated}",
+        "model.train()",
     ]
 
 
@@ -124,8 +129,12 @@ def _sample(state: LabState, model: LayeredModel) -> str:
 
 
 def _input(model: LayeredModel) -> str:
-    """Return the input of the model in a batch that is no dict."""
-    return "batch[0]" if isinstance(model.batch, tuple | list) else "batch"
+    """Return the arguments of the model in a batch, as they are written in a call."""
+    if isinstance(model.batch, Mapping):
+        return "**batch"
+    if isinstance(model.batch, tuple | list):
+        return "batch[0]"
+    return "batch"
 
 
 def _value(x: Any) -> str:
@@ -257,8 +266,8 @@ def _optimizer(state: LabState, plan: Parallelism) -> Lines:
 
 
 def _loss(plan: Parallelism, model: LayeredModel) -> Lines:
-    arguments = "**batch" if isinstance(model.batch, Mapping) else _input(model)
-    value = _value_of_loss(model, "layers" if plan.inner_axes else "")
+    arguments = _input(model)
+    value = _value_of_loss(model, _name_of_layers(plan))
     if model.has_buffers:
         return [
             "",
@@ -276,6 +285,12 @@ def _loss(plan: Parallelism, model: LayeredModel) -> Lines:
     ]
 
 
+def _name_of_layers(plan: Parallelism) -> str:
+    """Return the name of the plan by which the output of a full model is sharded; "" without."""
+    has_sharded_output = bool(plan.inner_axes) and not plan.in_stages
+    return "layers" if has_sharded_output else ""
+
+
 def _value_of_loss(model: LayeredModel, layers: str) -> str:
     """Return the loss of `output` and `batch`, as `LayeredModel.loss_of` computes it.
 
@@ -283,14 +298,17 @@ def _value_of_loss(model: LayeredModel, layers: str) -> str:
         model: with the loss.
         layers: the name of the plan of the layers, whose outputs are sharded; "" without one.
     """
-    if model.loss is not None:
-        output = "layers.full(output)" if layers else "output"
-        return f"loss({output}, batch)"
-    if isinstance(model.batch, Mapping):
-        value = 'getattr(output, "loss", output)'
-        return f"layers.full({value})" if layers else value
+    is_by_name = isinstance(model.batch, Mapping)
+    if layers and model.loss is not None:
+        return f"loss({layers}.full(output), batch)"
+    if layers and is_by_name:
+        return f'{layers}.full(getattr(output, "loss", output))'
     if layers:
-        return "layers.cross_entropy(output, batch[1])"
+        return f"{layers}.cross_entropy(output, batch[1])"
+    if model.loss is not None:
+        return "loss(output, batch)"
+    if is_by_name:
+        return 'getattr(output, "loss", output)'
     return "cross_entropy(output.flatten(0, -2), batch[1].flatten())"
 
 

@@ -89,31 +89,43 @@ def _not_comparable(answer: Answer) -> str:
     if answer.plan.zero_stage == 3 and is_one_replicated:
         return "A proof shards all parameters with ZeRO-3; an override replicates one."
     if answer.state.model is not None:
-        return _DROPOUT if answer.state.model.dropout else ""
-    return _not_repeatable(answer)
+        has_dropout = bool(answer.state.model.dropout)
+    else:
+        changed = _changed_buffer(answer)
+        if changed:
+            return (
+                "A proof compares with one device, where buffers follow all samples; "
+                f"{changed} changes in each forward."
+            )
+        has_dropout = _draws(answer)
+    if has_dropout:
+        return "A proof compares with one device, which draws other numbers for dropout."
+    return ""
 
 
-_DROPOUT = "A proof compares with one device, which draws other numbers for dropout."
+def _changed_buffer(answer: Answer) -> str:
+    """Return the name of a buffer that a forward of the user's module changes; "" without one."""
+    _, before, after = _forward(answer, seed=0)
+    for name, x in before.items():
+        if not torch.equal(x, after[name]):
+            return name
+    return ""
 
 
-def _not_repeatable(answer: Answer) -> str:
-    """Return what a forward of the user's module draws or changes; "" if it does neither."""
-    model = answer.model
+def _draws(answer: Answer) -> bool:
+    """Return True if a forward of the user's module draws random numbers."""
+    first, _, _ = _forward(answer, seed=0)
+    second, _, _ = _forward(answer, seed=1)
+    return not torch.equal(first, second)
+
+
+def _forward(answer: Answer, seed: int) -> tuple[Tensor, PyTree, PyTree]:
+    """Return the loss of the user's module on two samples, and its buffers before and after."""
     function, params, buffers = functionalize(training_module(answer))
     batch = training_batch(answer, rows=2)  # BatchNorm takes no single sample
-    values = list[Tensor]()
-    changed = list[str]()
-    for seed in range(2):
-        with keyed_random(seed), torch.no_grad():
-            output, after = model.call(function, batch, params, buffers)
-            values.append(model.loss_of(output, batch))
-        changed += [name for name, x in buffers.items() if not torch.equal(x, after[name])]
-    if changed:
-        return (
-            "A proof compares with one device, where buffers follow all samples; "
-            f"{changed[0]} changes in each forward."
-        )
-    return "" if torch.equal(*values) else _DROPOUT
+    with keyed_random(seed), torch.no_grad():
+        output, after = answer.model.call(function, batch, params, buffers)
+        return answer.model.loss_of(output, batch), buffers, after
 
 
 def prove(answer: Answer, is_abandoned: Callable[[], bool]) -> dict[str, Any] | None:

@@ -97,14 +97,14 @@ class Subject:
         overrides: Mapping[str, Mapping[str, int | None]],
         model: LayeredModel,
     ) -> tuple[dict[str, str], Plan | None]:
-        """Return the styles by which the axis of layers is on the dims of overrides, and the plan."""
+        """Return the styles that put the axis of layers on the dims of overrides, and the plan."""
         styles = styles_of(overrides, state.parallelism, model)
         plan = self.layer_plan(state, styles)
         misplaced = _misplaced(styles, overrides, plan)
         if misplaced:
             # A weight that is stored as (in, out), or a table that is also the head.
             for pattern in misplaced:
-                styles[pattern] = "row" if styles[pattern] == "column" else "column"
+                styles[pattern] = _OTHER_STYLES[styles[pattern]]
             plan = self.layer_plan(state, styles)
             misplaced = _misplaced(styles, overrides, plan)
         for pattern in misplaced:
@@ -236,6 +236,10 @@ def styles_of(
     return styles
 
 
+_OTHER_STYLES = {"column": "row", "row": "column", "words": "column"}
+"""The style that shards the other dim of a weight."""
+
+
 def _misplaced(
     styles: Mapping[str, str],
     overrides: Mapping[str, Mapping[str, int | None]],
@@ -249,8 +253,7 @@ def _misplaced(
         name = pattern.replace("*", "0")
         dims = plan.spec(name).dims(len(plan.shapes[name]))
         sharded = [number for number, axes in enumerate(dims) if "model" in axes]
-        expected = [] if dim is None else [dim]
-        if sharded != expected:
+        if styles[pattern] != "replicated" and sharded != [dim]:
             misplaced.append(pattern)
     return misplaced
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import fshard as fs
-from fshard.booster.stages import loss_of
 from fshard.mesh.layout import Mesh
 from fshard.optim.contract import copied
 from fshard.testing.certificate import Certificate
@@ -171,8 +170,14 @@ def _train_serial(program: _ModuleProgram, key: int) -> list[Snapshot]:
     snapshots: list[Snapshot] = []
     for step, batch in enumerate(program.batches):
         with fs.keyed_random(program.seed, key, step):
-            output = model(**batch) if isinstance(batch, Mapping) else model(batch[0])
-            loss = loss_of(program.loss, output, batch).mean()
+            if isinstance(batch, Mapping):
+                output = model(**batch)
+                labels: Any = batch
+            else:
+                output = model(batch[0])
+                labels = batch[1]
+            value = output.loss if program.loss is None else program.loss(output, labels)
+            loss = value.mean()
             loss.backward()
             opt.step()
         opt.zero_grad()
