@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,7 +12,7 @@ from fshard.errors import PlanError
 from fshard.laboratory.answer import Answer
 from fshard.laboratory.engine import Engine, Message
 from fshard.laboratory.page import widget_module
-from fshard.laboratory.state import LabState
+from fshard.laboratory.state import LabState, given_fields
 from fshard.laboratory.subject import Subject
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.parallelism.value import Parallelism
@@ -146,7 +145,9 @@ def lab(
     parallelism = layout or Parallelism()
     if mesh is not None:
         sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
-        parallelism = replace(parallelism, **sizes_by_field(sizes))
+        # Options that follow from sizes, such as the number of microbatches, follow from the new.
+        options = given_fields(parallelism)
+        parallelism = Parallelism(**{**options, **sizes_by_field(sizes)})
     if devices is None:
         devices = parallelism.devices if parallelism.data is not None else 8
     sizes_of_model: dict[str, Any] = {}
