@@ -146,8 +146,8 @@ def lab(
     if mesh is not None:
         sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
         # Options that follow from sizes, such as the number of microbatches, follow from the new.
-        options = given_fields(parallelism)
-        parallelism = Parallelism(**{**options, **sizes_by_field(sizes)})
+        options = {**given_fields(parallelism), **sizes_by_field(sizes)}
+        parallelism = Parallelism(**options)
     if devices is None:
         devices = parallelism.devices if parallelism.data is not None else 8
     sizes_of_model: dict[str, Any] = {}
@@ -173,7 +173,7 @@ _FIELD_OF_AXIS = {
 }
 
 
-def sizes_by_field(sizes: Mapping[str, int]) -> dict[str, int]:
+def sizes_by_field(sizes: Mapping[str, int]) -> dict[str, Any]:
     """Return the fields of a parallelism that make a mesh of some axes.
 
     >>> sizes_by_field({"pipe": 2, "data": 4})
