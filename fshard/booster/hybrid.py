@@ -5,7 +5,7 @@ It holds a `Parallelism`, for the axes of its mesh see there, and how a model is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from inspect import Parameter, Signature, signature
 from math import prod
@@ -46,6 +46,7 @@ class HybridParallelPlugin(Plugin):
             tensor or sequence the layers are planned on the sample before, and the plan is
             checked: see `tensor_parallel`.
         tensor_tolerance, tensor_ignore: of that check.
+        tensor_rules: the styles of weights by pattern: the rules of `tensor_parallel`.
         offload: store the optimizer's state on the "host" or on "disk", and update it on the host:
             see `ZeroPlugin`; with zero_stage=3 parameters and gradients too: see `FSDPPlugin`.
         pipeline_axis: the axis of the stages.
@@ -61,6 +62,7 @@ class HybridParallelPlugin(Plugin):
     balance: Balance = "parameters"
     tensor_tolerance: float = TOLERANCE
     tensor_ignore: str | Sequence[str] = ()
+    tensor_rules: Mapping[str, str] | None = None
     offload: Literal["host", "disk"] | None = None
     pipeline_axis: str = "pipe"
 
@@ -215,6 +217,7 @@ class HybridParallelPlugin(Plugin):
             tolerance=self.tensor_tolerance,
             ignore=self.tensor_ignore,
             seed=self.seed,
+            styles=self.tensor_rules,
         )
 
 

@@ -82,12 +82,17 @@ class Answer:
         return self.subject.overridden(self.state)
 
     @cached_property
+    def base_estimate(self) -> PlanEstimate:
+        """The time, memory and operations of the plan without overrides."""
+        return PlanEstimate(self.plan, self.subject.tracer(self.state))
+
+    @cached_property
     def estimate(self) -> PlanEstimate:
         """The plan's time and memory, by shorter programs if these are needed."""
-        tracer = self.subject.tracer(self.state)
-        if self.model is not self.subject.layered(self.state):
-            tracer = LayerTracer(self.model, tracer.cluster)
-        return PlanEstimate(self.plan, tracer)
+        if self.model is self.subject.layered(self.state):
+            return self.base_estimate
+        cluster = self.base_estimate.tracer.cluster
+        return PlanEstimate(self.plan, LayerTracer(self.model, cluster))
 
     @property
     def is_short(self) -> bool:
@@ -138,8 +143,7 @@ class Answer:
 
     def document(self) -> dict[str, Any]:
         """Return what the page of `fshard explore` shows of the plan."""
-        base = PlanEstimate(self.plan, self.subject.tracer(self.state))
-        described = described_cost(base, self.run.cost, self.subject.name)
+        described = described_cost(self.base_estimate, self.run.cost, self.subject.name)
         content = document(described)
         if not self.is_short:
             (shown,) = content["plans"]
@@ -148,12 +152,13 @@ class Answer:
             )
             shown["facts"]["drawn"] = self.run.drawn
             shown["length"] = self.run.cost.seconds
-            shown["numbers"] = self._numbers_of_all(base)
+            shown["numbers"] = self._numbers_of_all()
         return content
 
-    def _numbers_of_all(self, base: PlanEstimate) -> dict[str, float]:
+    def _numbers_of_all(self) -> dict[str, float]:
         """Return the numbers of the program of all layers, of which a part is drawn."""
         numbers: dict[str, float] = {"seconds": self.seconds, "peak": self.peak}
+        base = self.base_estimate
         done = base.model_flops
         cluster = self.run.cost.cluster
         numbers["mfu"] = done / (self.seconds * self.plan.devices * cluster.peak(base.dtype))

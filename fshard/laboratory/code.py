@@ -2,15 +2,15 @@
 
     imports ── model ── mesh ── layers ── layouts ── optimizer ── loss ── step ── training
 
-Of a full model each part is written out by the public functions. Of stages `shard_model` makes the
-stages and their layouts.
+Of a full model each part is written out by functions. Of stages a Booster has all of them, by its
+plugin. A module of the user's own is the name `model`, beside the names `batch` and `loss`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -32,15 +32,15 @@ def program_code(state: LabState, model: LayeredModel) -> str:
         model: with the overrides of the state.
     """
     plan = state.parallelism
-    parts = [_imports(plan), _model(state.model, model)]
+    parts = [_imports(plan, model), _model(state, model)]
     if plan.recompute != "never":
         parts.append(_recomputed(plan, model))
     if plan.in_stages:
-        parts += [_stages(plan, model), _stage_step(state, plan)]
+        parts += [_stages(state, plan, model), _criterion(model), _booster(state)]
     else:
-        parts += [_mesh(plan), _layers(plan, model), _layouts(plan, model)]
-        parts += [_optimizer(state, plan), _loss(state, plan, model), _step(plan)]
-    parts.append(_training(state, plan))
+        parts += [_mesh(plan), _layers(state, plan, model), _layouts(plan, model)]
+        parts += [_optimizer(state, plan), _loss(plan, model), _step(plan, model)]
+    parts.append(_training(state, model))
     text = "\n".join(["\n".join([*part, ""]) for part in parts if part])
     return f'"""{_title(state, plan)}"""\n\n{text}'
 
@@ -51,20 +51,24 @@ def _title(state: LabState, plan: Parallelism) -> str:
     return f"{name} on {plan.devices:,} devices ({axes or 'no axis'}), ZeRO-{plan.zero_stage}."
 
 
-def _imports(plan: Parallelism) -> Lines:
-    of_torch = ["import torch", "from torch.nn.functional import cross_entropy", ""]
-    if plan.in_stages:
-        own = ["import fshard as fs", "from fshard.parallelism.build import shard_model"]
-        return ["from functools import partial", "", *of_torch, *own]
-    return [*of_torch, "import fshard as fs", "from fshard import P"]
+def _imports(plan: Parallelism, model: LayeredModel) -> Lines:
+    lines = ["import torch"]
+    layers = _name_of_layers(plan)
+    if _value_of_loss(model, layers).startswith("cross_entropy"):
+        lines.append("from torch.nn.functional import cross_entropy")
+    lines += ["", "import fshard as fs"]
+    if not plan.in_stages:
+        lines.append("from fshard import P")
+    return lines
 
 
 # -- the model -------------------------------------------------------------------------------------
 
 
-def _model(sizes: Transformer | None, model: LayeredModel) -> Lines:
+def _model(state: LabState, model: LayeredModel) -> Lines:
+    sizes = state.model
     if sizes is None:
-        return ["model, batch, loss = ...  # those that fs.lab was given"]
+        return _batch_of_module(state.parallelism.rows_of_step, model)
     lines = ["sizes = fs.plan.Transformer("]
     for each in fields(Transformer):
         value = getattr(sizes, each.name)
@@ -81,6 +85,56 @@ def _model(sizes: Transformer | None, model: LayeredModel) -> Lines:
         "            x.fill_(1)",
     ]
     return lines
+
+
+def _batch_of_module(rows: int, model: LayeredModel) -> Lines:
+    """Return the lines that repeat the rows of a batch until a step has all that it takes."""
+    batch = model.batch
+    names = "model, batch and loss"
+    if model.loss is None:
+        names = "model and batch"
+    tensors = [batch]
+    if isinstance(batch, Mapping):
+        first = next(iter(cast(Mapping[str, Any], batch)))
+        tensors = [*cast(Mapping[str, Any], batch).values()]
+        length = f"len(batch[{_quoted(first)}])"
+        repeated = "{name: x[rows] for name, x in batch.items()}"
+    elif isinstance(batch, tuple | list):
+        tensors = [*cast("tuple[Any, ...]", batch)]
+        length = "len(batch[0])"
+        repeated = "tuple([x[rows] for x in batch])"
+    else:
+        length = "len(batch)"
+        repeated = "batch[rows]"
+    if not all([isinstance(x, torch.Tensor) for x in tensors]):
+        return [
+            f"# {names} are those that fs.lab was given; batch must have {rows} rows.",
+            "model.train()",
+        ]
+    return [
+        f"# {names} are those that fs.lab was given; rows are repeated, as a step takes {rows}.",
+        f"rows = torch.arange({rows}) % {length}",
+        f"batch = {repeated}",
+        "model.train()",
+    ]
+
+
+def _sample(state: LabState, model: LayeredModel) -> str:
+    """Return the arguments of the model, of one sample, by which layers and stages are planned."""
+    if state.model is not None:
+        return "(torch.zeros(1, sizes.sequence, dtype=torch.int64),)"
+    if isinstance(model.batch, Mapping):
+        return "{name: x[:1] for name, x in batch.items()}"
+    return f"({_input(model)}[:1],)"
+
+
+def _input(model: LayeredModel) -> str:
+    """Return the arguments of the model in a batch, as they are written in a call."""
+    if isinstance(model.batch, Mapping):
+        return "**batch"
+    if isinstance(model.batch, tuple | list):
+        return "batch[0]"
+    return "batch"
 
 
 def _value(x: Any) -> str:
@@ -110,8 +164,8 @@ def _recomputed(plan: Parallelism, model: LayeredModel) -> Lines:
         "        super().__init__()",
         "        self.layer = layer",
         "",
-        "    def forward(self, *args):",
-        f"        return fs.remat(self.layer, {policy})(*args)",
+        "    def forward(self, *args, **kwargs):",
+        f"        return fs.remat(self.layer, {policy})(*args, **kwargs)",
         "",
         "",
         f"for index, layer in enumerate(model.{model.blocks}):",
@@ -134,7 +188,7 @@ def _mesh(plan: Parallelism) -> Lines:
     return [f"mesh = fs.make_mesh({{{axes}}})"]
 
 
-def _layers(plan: Parallelism, model: LayeredModel) -> Lines:
+def _layers(state: LabState, plan: Parallelism, model: LayeredModel) -> Lines:
     """Return the lines that plan the layers; the model as a function of its parameters."""
     if not plan.inner_axes:
         lines = list[str]()
@@ -146,7 +200,7 @@ def _layers(plan: Parallelism, model: LayeredModel) -> Lines:
     axes = MODEL_AXES[plan.tensor_mode]
     options = {
         "axis": _axes(axes),
-        "sample": "torch.zeros(1, sizes.sequence, dtype=torch.int64)",
+        "sample": _sample(state, model),
         "size": str(plan.inner_axes[axes[-1]]),
         "check": "False",
     }
@@ -211,30 +265,51 @@ def _optimizer(state: LabState, plan: Parallelism) -> Lines:
     ]
 
 
-def _loss(state: LabState, plan: Parallelism, model: LayeredModel) -> Lines:
-    if state.model is None:
-        return _loss_of_module(plan, model)
-    lines = [
-        "",
-        "def loss_fn(params, batch):",
-        "    ids, labels = batch",
-        "    logits, _ = apply(params, buffers, ids)",
-    ]
-    if plan.inner_axes:
-        return [*lines, "    return layers.cross_entropy(logits, labels)", ""]
-    return [*lines, "    return cross_entropy(logits.flatten(0, 1), labels.flatten())", ""]
-
-
-def _loss_of_module(plan: Parallelism, model: LayeredModel) -> Lines:
-    call = "**batch" if isinstance(model.batch, Mapping) else "batch[0]"
-    output = "layers.full(output)" if plan.inner_axes else "output"
+def _loss(plan: Parallelism, model: LayeredModel) -> Lines:
+    arguments = _input(model)
+    value = _value_of_loss(model, _name_of_layers(plan))
+    if model.has_buffers:
+        return [
+            "",
+            "def loss_fn(params, buffers, batch):",
+            f"    output, buffers = apply(params, buffers, {arguments})",
+            f"    return {value}, buffers",
+            "",
+        ]
     return [
         "",
         "def loss_fn(params, batch):",
-        f"    output, _ = apply(params, buffers, {call})",
-        f"    return loss({output}, batch)",
+        f"    output, _ = apply(params, buffers, {arguments})",
+        f"    return {value}",
         "",
     ]
+
+
+def _name_of_layers(plan: Parallelism) -> str:
+    """Return the name of the plan by which the output of a full model is sharded; "" without."""
+    has_sharded_output = bool(plan.inner_axes) and not plan.in_stages
+    return "layers" if has_sharded_output else ""
+
+
+def _value_of_loss(model: LayeredModel, layers: str) -> str:
+    """Return the loss of `output` and `batch`, as `LayeredModel.loss_of` computes it.
+
+    Args:
+        model: with the loss.
+        layers: the name of the plan of the layers, whose outputs are sharded; "" without one.
+    """
+    is_by_name = isinstance(model.batch, Mapping)
+    if layers and model.loss is not None:
+        return f"loss({layers}.full(output), batch)"
+    if layers and is_by_name:
+        return f'{layers}.full(getattr(output, "loss", output))'
+    if layers:
+        return f"{layers}.cross_entropy(output, batch[1])"
+    if model.loss is not None:
+        return "loss(output, batch)"
+    if is_by_name:
+        return 'getattr(output, "loss", output)'
+    return "cross_entropy(output.flatten(0, -2), batch[1].flatten())"
 
 
 def _batch_spec(plan: Parallelism) -> str:
@@ -242,8 +317,10 @@ def _batch_spec(plan: Parallelism) -> str:
     return f"P({_axes(axes)})"
 
 
-def _step(plan: Parallelism) -> Lines:
+def _step(plan: Parallelism, model: LayeredModel) -> Lines:
     options = [f"batch={_batch_spec(plan)}"]
+    if model.has_buffers:
+        options.append("has_buffers=True")
     if plan.local_axes:
         options.append(f"local={_axes(plan.local_axes)}")
     assert plan.microbatches is not None
@@ -263,60 +340,58 @@ def _step(plan: Parallelism) -> Lines:
 # -- stages ----------------------------------------------------------------------------------------
 
 
-def _stages(plan: Parallelism, model: LayeredModel) -> Lines:
-    options = [field for field in fields(Parallelism) if field.name != "data"]
-    default = Parallelism()
+def _stages(state: LabState, plan: Parallelism, model: LayeredModel) -> Lines:
+    default = vars(Parallelism())
     lines = ["parallelism = fs.Parallelism(", f"    data={plan.data},"]
-    for each in options:
-        value = vars(plan)[each.name]
-        if value != vars(default)[each.name]:
-            lines.append(f"    {each.name}={_value(value)},")
-    lines += [")", "mesh = parallelism.mesh()", "sharded = shard_model("]
-    lines += ["    model,", "    parallelism,", "    mesh=mesh,"]
-    lines += ["    sample=(torch.zeros(1, sizes.sequence, dtype=torch.int64),),"]
-    lines += [f"    blocks={_quoted(model.blocks)},", "    has_full_output=True,"]
-    if model.styles:
-        lines.append(f"    styles={_mapping({k: _quoted(v) for k, v in model.styles.items()}, 4)},")
-    return [*lines, ")", "params = sharded.params"]
-
-
-def _stage_step(state: LabState, plan: Parallelism) -> Lines:
-    return [
-        *_optimizer(state, plan),
-        "",
-        "",
-        "def without_buffers(stage, params, x):",
-        "    output, _ = stage(params, {}, x)",
-        "    return output",
-        "",
-        "",
-        "def loss_fn(logits, batch):",
-        "    _, labels = batch",
-        "    return cross_entropy(logits.flatten(0, 1), labels.flatten())",
-        "",
-        "",
-        "stages = list(sharded.function)",
-        "for number, stage in enumerate(stages):",
-        "    if not isinstance(stage, torch.nn.Module):",
-        "        stages[number] = partial(without_buffers, stage)",
-        "step = fs.train_step(stages, opt, loss=loss_fn, donate=True, **sharded.options)",
+    for name, value in vars(plan).items():
+        # The layers recompute by themselves, and stages not again.
+        if name not in ("data", "recompute") and value != default[name]:
+            lines.append(f"    {name}={_value(value)},")
+    lines += [
+        ")",
+        "plugin = fs.HybridParallelPlugin(",
+        "    parallelism,",
+        "    mesh=parallelism.mesh(),",
+        f"    sample={_sample(state, model)},",
+        f"    blocks={_quoted(model.blocks)},",
     ]
+    if model.styles:
+        styles = {pattern: _quoted(style) for pattern, style in model.styles.items()}
+        lines.append(f"    tensor_rules={_mapping(styles, 4)},")
+    return [*lines, ")", "booster = fs.Booster(plugin)"]
+
+
+def _criterion(model: LayeredModel) -> Lines:
+    """Return the lines of the loss of stages, but for one that `fs.lab` was given."""
+    if model.loss is not None:
+        return []
+    return ["", "def loss(output, batch):", f"    return {_value_of_loss(model, '')}", ""]
+
+
+def _booster(state: LabState) -> Lines:
+    return [f"state = booster.init(model, {OPTIMIZERS[state.optimizer]}, loss)"]
 
 
 # -- training --------------------------------------------------------------------------------------
 
 
-def _training(state: LabState, plan: Parallelism) -> Lines:
-    if state.model is None:
-        lines = ["for _ in range(3):"]
-    else:
-        lines = [
-            "for _ in range(3):",
+def _training(state: LabState, model: LayeredModel) -> Lines:
+    plan = state.parallelism
+    lines = ["for _ in range(3):"]
+    if state.model is not None:
+        lines += [
             f"    ids = torch.randint(sizes.vocab, ({plan.rows_of_step}, sizes.sequence + 1))",
             "    batch = (ids[:, :-1], ids[:, 1:])",
         ]
-    return [
-        *lines,
-        "    params, state, metrics = step(params, state, batch)",
-        '    print(float(metrics["loss"]))',
-    ]
+    if plan.in_stages and isinstance(model.batch, Mapping):
+        lines.append("    state, metrics = booster.step(state, batch)")
+    elif plan.in_stages:
+        lines += [
+            "    # Of a pair the loss gets the second: here the full batch.",
+            f"    state, metrics = booster.step(state, ({_input(model)}, batch))",
+        ]
+    elif model.has_buffers:
+        lines.append("    params, state, buffers, metrics = step(params, state, buffers, batch)")
+    else:
+        lines.append("    params, state, metrics = step(params, state, batch)")
+    return [*lines, '    print(float(metrics["loss"]))']

@@ -165,17 +165,16 @@ class Engine:
         def is_abandoned() -> bool:
             return self._is_closed or not self._is_newest(head)
 
-        reason = why_not_proven(answer)
-        if reason:
-            send({**head, "kind": "proof", "verdict": "none", "text": reason, "rows": []})
-            return
         time.sleep(PAUSE)
         if is_abandoned():
             return
-        send({**head, "kind": "proof", "verdict": "running", "text": "", "rows": []})
         try:
-            with self._proof_lock:
-                result = prove(answer, is_abandoned)
+            reason = why_not_proven(answer)
+            result = {"verdict": "none", "text": reason, "rows": []}
+            if not reason:
+                send({**head, "kind": "proof", "verdict": "running", "text": "", "rows": []})
+                with self._proof_lock:
+                    result = prove(answer, is_abandoned)
         except Exception as error:  # whatever the program raises with values
             result = {"verdict": "none", "text": _text(error), "rows": []}
         if result is not None and not is_abandoned():

@@ -208,8 +208,12 @@ def _why(name: str, layer_plan: Plan | None) -> str:
     layer = layer_plan.layers.get(layer_plan.biases.get(name, name))
     if layer is not None:
         return f"{layer.style}: {layer.why}"
-    reason = layer_plan.replicated.get(name)
-    return "" if reason is None else f"replicated: {reason}"
+    if name in layer_plan.replicated:
+        return f"replicated: {layer_plan.replicated[name]}"
+    for path, reason in layer_plan.unsharded.items():
+        if reason and name.startswith(f"{path}."):
+            return f"{path} runs unsharded: {reason}"
+    return ""
 
 
 def batch_group(cost: Cost, plan: Parallelism) -> LeafGroup:

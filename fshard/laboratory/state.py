@@ -109,7 +109,7 @@ class LabState:
         reason = plan.misfit(devices=self.devices, layers=layers)
         if reason:
             raise StateError(f"Parallelism: {reason}.", _field_named(reason, plan))
-        object.__setattr__(self, "plan", MappingProxyType(_given_fields(plan)))
+        object.__setattr__(self, "plan", MappingProxyType(given_fields(plan)))
         self._freeze_overrides()
 
     def _freeze_overrides(self) -> None:
@@ -220,7 +220,7 @@ def _plan_of(content: Any) -> Parallelism:
         raise StateError(str(error), _field_named(str(error))) from None
 
 
-def _given_fields(plan: Parallelism) -> dict[str, Any]:
+def given_fields(plan: Parallelism) -> dict[str, Any]:
     """Return the fields of a plan that differ from what follows from the others.
 
     So the number of microbatches follows that of stages until another one is chosen.

@@ -78,9 +78,8 @@ class Subject:
         if not overrides:
             return model
         _validate_patterns(overrides, model)
-        styles = styles_of(overrides, state.parallelism, model)
+        styles, plan = self._styles(state, overrides, model)
         inner_specs = dict[str, P]()
-        plan = self.layer_plan(state, styles)
         for pattern in overrides:
             name = pattern.replace("*", "0")
             inner_specs[pattern] = P() if plan is None else plan.spec(name)
@@ -91,6 +90,30 @@ class Subject:
             styles=_in_program(styles, model.blocks, recompute),
             layouts=_in_program(layouts, model.blocks, recompute),
         )
+
+    def _styles(
+        self,
+        state: LabState,
+        overrides: Mapping[str, Mapping[str, int | None]],
+        model: LayeredModel,
+    ) -> tuple[dict[str, str], Plan | None]:
+        """Return the styles that put the axis of layers on the dims of overrides, and the plan."""
+        styles = styles_of(overrides, state.parallelism, model)
+        plan = self.layer_plan(state, styles)
+        misplaced = _misplaced(styles, overrides, plan)
+        if misplaced:
+            # A weight that is stored as (in, out), or a table that is also the head.
+            for pattern in misplaced:
+                styles[pattern] = _OTHER_STYLES[styles[pattern]]
+            plan = self.layer_plan(state, styles)
+            misplaced = _misplaced(styles, overrides, plan)
+        for pattern in misplaced:
+            raise StateError(
+                f"lab: the dim of model in {pattern} must be one that its layer can shard; "
+                f"got {overrides[pattern]['model']}.",
+                f"overrides.{pattern}",
+            )
+        return styles, plan
 
     def layer_plan(self, state: LabState, styles: Mapping[str, str]) -> Plan | None:
         """Return how layers are sharded in a state; None if no devices share them."""
@@ -211,6 +234,28 @@ def styles_of(
         }
         styles[pattern] = styles_by_dim[moved["model"]]
     return styles
+
+
+_OTHER_STYLES = {"column": "row", "row": "column", "words": "column"}
+"""The style that shards the other dim of a weight."""
+
+
+def _misplaced(
+    styles: Mapping[str, str],
+    overrides: Mapping[str, Mapping[str, int | None]],
+    plan: Plan | None,
+) -> list[str]:
+    """Return the patterns of weights whose styles shard another dim than that of the override."""
+    misplaced = list[str]()
+    for pattern in styles:
+        assert plan is not None
+        dim = overrides[pattern]["model"]
+        name = pattern.replace("*", "0")
+        dims = plan.spec(name).dims(len(plan.shapes[name]))
+        sharded = [number for number, axes in enumerate(dims) if "model" in axes]
+        if styles[pattern] != "replicated" and sharded != [dim]:
+            misplaced.append(pattern)
+    return misplaced
 
 
 def layouts_of(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,7 +12,7 @@ from fshard.errors import PlanError
 from fshard.laboratory.answer import Answer
 from fshard.laboratory.engine import Engine, Message
 from fshard.laboratory.page import widget_module
-from fshard.laboratory.state import LabState
+from fshard.laboratory.state import LabState, given_fields
 from fshard.laboratory.subject import Subject
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.parallelism.value import Parallelism
@@ -118,7 +117,8 @@ def lab(
     Args:
         model: the sizes of a `Transformer`, by default a small one; or a module with repeated
             layers, as `fs.plan.search` takes it.
-        batch: of a module: one sample or more.
+        batch: of a module: one sample or more. A module of transformers needs a mask of two dims
+            in it, and `attn_implementation="eager"`.
         loss: of a module: a function of the output and the batch.
         blocks: of a module: the path of its layers; default: the longest `ModuleList`.
         mesh: sizes of axes, with the names of `fs.Parallelism`: {"data": 4, "model": 2}.
@@ -145,7 +145,9 @@ def lab(
     parallelism = layout or Parallelism()
     if mesh is not None:
         sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
-        parallelism = replace(parallelism, **sizes_by_field(sizes))
+        # Options that follow from sizes, such as the number of microbatches, follow from the new.
+        options = {**given_fields(parallelism), **sizes_by_field(sizes)}
+        parallelism = Parallelism(**options)
     if devices is None:
         devices = parallelism.devices if parallelism.data is not None else 8
     sizes_of_model: dict[str, Any] = {}
@@ -171,7 +173,7 @@ _FIELD_OF_AXIS = {
 }
 
 
-def sizes_by_field(sizes: Mapping[str, int]) -> dict[str, int]:
+def sizes_by_field(sizes: Mapping[str, int]) -> dict[str, Any]:
     """Return the fields of a parallelism that make a mesh of some axes.
 
     >>> sizes_by_field({"pipe": 2, "data": 4})

@@ -119,6 +119,11 @@ class LayeredModel:
                 return x[0].numel()
         return None
 
+    @cached_property
+    def has_buffers(self) -> bool:
+        """True if the model has buffers, which a step then takes and returns."""
+        return any([True for _ in self.build(1).buffers()])
+
     # -- the model and its loss -------------------------------------------------------------------
 
     def arguments(self, batch: PyTree) -> Any:
@@ -235,15 +240,29 @@ class LayeredModel:
                 is_as_needed = has_buffers or is_module
                 stages.append(stage if is_as_needed else partial(_without_buffers, stage))
             return stages, {**sharded.options, "loss": loss}
+        return self.loss_function(sharded.function, sharded.plan, loss), sharded.options
+
+    def loss_function(
+        self, function: Any, layer_plan: Plan | None, loss: Callable[..., Tensor]
+    ) -> Callable[..., Any]:
+        """Return the loss as a function of parameters, of buffers if there are any, and of a batch.
+
+        With buffers its result has the new ones beside the loss.
+
+        Args:
+            function: the model as a function: of `functionalize`.
+            layer_plan: of the layers that are sharded; None without any.
+            loss: of the output, the batch and the plan: `loss_of`.
+        """
 
         def loss_fn(params: PyTree, *arguments: PyTree) -> Any:
             *buffers, batch = arguments
             before = buffers[0] if buffers else {}
-            output, after = self.call(sharded.function, batch, params, before)
-            value = loss(output, batch, sharded.plan)
+            output, after = self.call(function, batch, params, before)
+            value = loss(output, batch, layer_plan)
             return (value, after) if buffers else value
 
-        return loss_fn, sharded.options
+        return loss_fn
 
 
 def _loss_in(output: Any) -> Any:

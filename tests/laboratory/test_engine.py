@@ -18,6 +18,9 @@ from fshard.plan.models import Transformer
 TINY = Transformer(
     layers=2, hidden=32, ffn=64, heads=4, kv_heads=4, vocab=64, sequence=16, gated=False
 )
+LONG = Transformer(
+    layers=2, hidden=256, ffn=1024, heads=4, kv_heads=4, vocab=64, sequence=512, gated=False
+)
 Q = "layers.*.q.weight"
 
 
@@ -227,11 +230,11 @@ def test_proof_that_is_abandoned_ends():
     [
         ({"devices": 32}, "16 virtual devices"),
         ({"model": Transformer(2, 1024, 4096, 8, 8, 1024, 16)}, "4,000,000 parameters"),
-        ({"plan": {"rows": 512}}, "16,384 tokens in a step"),
+        ({"model": LONG, "plan": {"rows": 64}}, "400,000,000,000 operations in a step"),
         ({"plan": {"zero_stage": 3}, "overrides": {Q: {"data": None}}}, "replicates one"),
         ({"model": Transformer(**{**vars(TINY), "dropout": 0.1})}, "dropout"),
     ],
-    ids=["devices", "parameters", "tokens", "off", "dropout"],
+    ids=["devices", "parameters", "operations", "off", "dropout"],
 )
 def test_state_without_a_proof_has_a_reason(fields, reason):
     answer = Answer(LabState(**{"model": TINY, "devices": 4, **fields}), Subject())

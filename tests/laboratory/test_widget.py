@@ -76,3 +76,9 @@ def test_widget_answers_a_message(monkeypatch):
 
 def test_lab_is_loaded_on_first_use():
     assert "lab" not in vars(importlib.import_module("fshard"))
+
+
+def test_lab_of_a_mesh_with_stages_has_a_microbatch_for_each():
+    lab = fs.lab(mesh={"pipe": 2, "data": 4}, layout=fs.Parallelism(zero_stage=1))
+
+    assert (lab.plan.microbatches, lab.plan.data, lab.plan.zero_stage) == (2, 4, 1)

@@ -310,3 +310,15 @@ def test_plugin_gives_tolerance_and_ignored_parameters_to_the_check_of_its_plan(
     with pytest.raises(LayoutError, match="these differ: down.bias by [^;]*; down.weight"):
         boost(tensor_tolerance=0.0, tensor_ignore=["the loss", "up.*"])
     boost(tensor_tolerance=0.0, tensor_ignore="*")
+
+
+def test_plugin_gives_styles_of_weights_to_its_plan():
+    plugin = fs.HybridParallelPlugin(
+        tensor=2,
+        sample=torch.randn(4, 6, dtype=F64),
+        tensor_rules={"up.weight": "replicated", "down.weight": "replicated"},
+    )
+
+    ((_, plan),) = plugin.split(Steps().to(F64))
+
+    assert plan.layers == {}

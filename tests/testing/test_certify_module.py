@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import fshard as fs
+from fshard import P
+from fshard.tensor.layer_plans import parts_class
 from fshard.testing import certify_module
+from fshard.testing.certify.runs import shards_of
 
 DRAW = torch.Generator().manual_seed(0)
 BATCHES = [(torch.randn(8, 4, generator=DRAW), torch.randn(8, 2, generator=DRAW)) for _ in range(3)]
@@ -43,6 +46,46 @@ class Largest(nn.Module):
     def forward(self, x):
         self.largest = max(self.largest, x.abs().max().item())
         return x / self.largest
+
+
+class Tower(nn.Module):
+    """Equal layers between two others, of which the first computes on the floats of the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Conv1d(1, 6, 4)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = self.read(x.unsqueeze(1)).flatten(1)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+class FusedAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(4, 12)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x):
+        parts = self.qkv(x).chunk(3, -1)
+        query, key, value = [part.unflatten(-1, (2, -1)).transpose(1, 2) for part in parts]
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class FusedTower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([FusedAttention() for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 def net(more=nn.Identity):
@@ -106,6 +149,61 @@ def test_certify_module_takes_loss_from_the_output():
         return Scored(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
     certified(factory, fs.DDPPlugin(), batches=batches, loss=None).check()
+
+
+def test_certify_module_gives_the_loss_a_batch_that_is_a_dict():
+    batches = [{"input": x} for x, _ in BATCHES]
+
+    def factory():
+        torch.manual_seed(1)
+        return nn.Linear(4, 2)
+
+    def loss(output, batch):
+        return (output - batch["input"][:, :2]).square().mean()
+
+    certified(factory, fs.DDPPlugin(), batches=batches, loss=loss).check()
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_certify_module_takes_a_sample_in_the_dtype_of_the_module(tensor):
+    def factory():
+        torch.manual_seed(1)
+        return Tower()
+
+    parallelism = fs.Parallelism(data=1, pipeline=2, tensor=tensor)
+    plugin = fs.HybridParallelPlugin(parallelism, sample=(BATCHES[0][0],), blocks="blocks")
+    mesh = parallelism.mesh()
+
+    certify_module(factory, BATCHES, mesh, loss=nn.MSELoss(), plugin=plugin).check()
+
+
+def test_certify_module_compares_the_parts_of_a_fused_weight():
+    parallelism = fs.Parallelism(data=1, pipeline=2, tensor=2)
+    sample = (torch.randn(1, 3, 4, generator=DRAW),)
+    plugin = fs.HybridParallelPlugin(parallelism, sample=sample, blocks="blocks")
+    x = torch.randn(4, 3, 4, generator=DRAW)
+    mesh = parallelism.mesh()
+
+    def factory():
+        torch.manual_seed(1)
+        return FusedTower()
+
+    certificate = certify_module(factory, [(x, x)], mesh, loss=nn.MSELoss(), plugin=plugin)
+
+    assert certificate.ok
+    verdicts = {row.leaf: row.verdict for row in certificate.rows}
+    assert verdicts["blocks.0.qkv.weight"] in ("EXACT", "BOUNDED")
+
+
+def test_shards_of_a_fused_weight_are_cut_from_its_parts():
+    full = torch.arange(12.0).reshape(6, 2)
+    mesh = fs.make_mesh({"model": 2})
+    kind = parts_class(0, 2)
+    parts = kind(*[fs.device_put(x, fs.Layout(mesh, P("model"))) for x in full.split([2, 4])])
+    equal = shards_of(parts)
+
+    assert [x.tolist() for x in equal.cut(full)] == [x.tolist() for x in equal.shards]
+    assert float(equal.errors(full + 1).max()) == 1.0
 
 
 def test_certify_module_unseeded_factory_raises():

@@ -65,9 +65,10 @@ def certify_module(
     Args:
         factory: builds the module, with the same parameters each time; it is called for every run.
         batches: one per step, full tensors: pairs (inputs, labels), or dicts of the module's
-            arguments without a `loss`.
+            arguments.
         mesh: the devices.
-        loss: of (output, labels); None: the module's output has it as `.loss`.
+        loss: of (output, labels), or of (output, batch) if the batch is a dict; None: the module's
+            output has it as `.loss`.
         optimizer: from parameters to an optimizer of torch; None: SGD with momentum.
         plugin: of the Booster; or a stage of ZeRO.
         seed: of all random draws.
@@ -91,6 +92,8 @@ def certify_module(
     if is_in_float64:
         options = {name: x for name, x in plugin.options.items() if name not in LOWER_DTYPES}
         plugin = replace(plugin, precision=None, options=options)
+        if isinstance(plugin, fs.HybridParallelPlugin):
+            plugin = replace(plugin, sample=on_device(plugin.sample, mesh, wide=True))
     program = _ModuleProgram(
         factory=factory,
         batches=[on_device(batch, mesh, wide=is_in_float64) for batch in batches],
@@ -167,10 +170,14 @@ def _train_serial(program: _ModuleProgram, key: int) -> list[Snapshot]:
     snapshots: list[Snapshot] = []
     for step, batch in enumerate(program.batches):
         with fs.keyed_random(program.seed, key, step):
-            if program.loss is None:
-                loss = model(**batch).loss.mean()
+            if isinstance(batch, Mapping):
+                output = model(**batch)
+                labels: Any = batch
             else:
-                loss = program.loss(model(batch[0]), batch[1]).mean()
+                output = model(batch[0])
+                labels = batch[1]
+            value = output.loss if program.loss is None else program.loss(output, labels)
+            loss = value.mean()
             loss.backward()
             opt.step()
         opt.zero_grad()

@@ -198,8 +198,13 @@ def _hint_of_losses(snapshot: Snapshot, reference: Snapshot) -> str:
     return hint
 
 
-def shards_of(leaf: fs.Sharded | Tensor) -> Shards:
-    """Return the shards of an array, summed if it is unreduced; a tensor is one shard."""
+def shards_of(leaf: Any) -> Shards:
+    """Return the shards of an array, summed if it is unreduced; a tensor is one shard.
+
+    Those of a fused weight are the shards of its parts.
+    """
+    if isinstance(leaf, tuple):
+        return _shards_of_parts(leaf)
     if isinstance(leaf, fs.Sharded) and leaf.spec.unreduced:
         leaf = fs.unshard(leaf)
     if not isinstance(leaf, fs.Sharded):
@@ -211,6 +216,26 @@ def shards_of(leaf: fs.Sharded | Tensor) -> Shards:
         return [shard_of(full, layout, device) for device in devices]
 
     return Shards(leaf.shards, devices, cut)
+
+
+def _shards_of_parts(parts: Any) -> Shards:
+    """Return the shards of the parts of a fused weight, which one device has as one tensor."""
+    lengths = [part.shape[parts.joined_dim] for part in parts]
+    shards_by_part = [shards_of(part) for part in parts]
+    shards = list[Tensor]()
+    devices = list[int]()
+    for each in shards_by_part:
+        shards += each.shards
+        devices += each.devices
+
+    def cut(full: Tensor) -> list[Tensor]:
+        same_elements = list[Tensor]()
+        full_parts = full.split(lengths, parts.joined_dim)
+        for part, full_part in zip(shards_by_part, full_parts, strict=True):
+            same_elements += part.cut(full_part)
+        return same_elements
+
+    return Shards(shards, devices, cut)
 
 
 def gather_processes(leaf: Leaf) -> Leaf:
