@@ -135,6 +135,15 @@ def prove(answer: Answer, is_abandoned: Callable[[], bool]) -> dict[str, Any] | 
         answer: of the state.
         is_abandoned: returns True once the proof is of no use.
     """
+    try:
+        certificate = certificate_of_answer(answer, is_abandoned)
+    except AbandonedError:
+        return None
+    return verdict_of(certificate, answer.model.blocks)
+
+
+def certificate_of_answer(answer: Answer, is_abandoned: Callable[[], bool]) -> Certificate:
+    """Return the certificate of a state; raise `AbandonedError` once it is of no use."""
 
     def loss(output: Any, batch: PyTree, layer_plan: Plan | None = None) -> Tensor:
         if is_abandoned():
@@ -142,11 +151,7 @@ def prove(answer: Answer, is_abandoned: Callable[[], bool]) -> dict[str, Any] | 
         return answer.model.loss_of(output, batch, layer_plan)
 
     run = _certify_stages if answer.plan.in_stages else _certify_full
-    try:
-        certificate = run(answer, loss)
-    except AbandonedError:
-        return None
-    return verdict_of(certificate, answer.model.blocks)
+    return run(answer, loss)
 
 
 # -- what is trained -------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ class Subject:
         blocks: the path of the layers.
     """
 
-    module: nn.Module | None = None
-    batch: PyTree = None
+    module: nn.Module | None = field(default=None, repr=False)  # long
+    batch: PyTree = field(default=None, repr=False)
     loss: Loss | None = None
     blocks: str | None = None
     _layered: Any = field(init=False, repr=False)
@@ -63,7 +63,11 @@ class Subject:
     def layered(self, state: LabState) -> LayeredModel:
         """Return the model of a state, without its overrides."""
         if state.model is None and self.module is None:
-            raise StateError("lab: model must be sizes of a Transformer; got null.", "model")
+            raise StateError(
+                "lab: model must be the sizes of a Transformer, or a module; got null. The state "
+                "of a module is used with it: fs.lab(model, batch, state=...).",
+                "model",
+            )
         return self._layered(state.model, state.optimizer)
 
     def tracer(self, state: LabState) -> LayerTracer:

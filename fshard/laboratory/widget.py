@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,12 +13,14 @@ from fshard.errors import PlanError
 from fshard.laboratory.answer import Answer
 from fshard.laboratory.engine import Engine, Message
 from fshard.laboratory.page import widget_module
+from fshard.laboratory.proof import certificate_of_answer, why_not_proven
 from fshard.laboratory.state import LabState, given_fields
 from fshard.laboratory.subject import Subject
 from fshard.mesh.layout import Mesh, PyTree
 from fshard.parallelism.value import Parallelism
 from fshard.plan.models import Transformer
 from fshard.plan.program import Loss
+from fshard.testing.certificate import Certificate
 
 
 class Lab:
@@ -28,6 +31,11 @@ class Lab:
 
     def __init__(self, subject: Subject, state: LabState) -> None:
         self._engine = Engine(subject, state)
+
+    @property
+    def subject(self) -> Subject:
+        """The module with its batch and loss, if it is one of the user's own."""
+        return self._engine.subject
 
     @property
     def state(self) -> LabState:
@@ -44,13 +52,25 @@ class Lab:
         """The program of the state."""
         return self._engine.code(self.state)
 
+    def certificate(self) -> Certificate:
+        """Train two steps of the state's program and compare them with those of one device.
+
+        Raises:
+            PlanError: for a state without a proof: a large model, dropout, buffers that change.
+        """
+        answer = self.answer
+        reason = why_not_proven(answer)
+        if reason:
+            raise PlanError(f"lab: {reason}")
+        return certificate_of_answer(answer, is_abandoned=lambda: False)
+
     @property
     def answer(self) -> Answer:
         """The costs of the state's program, and its leaves."""
         return self._engine.answer(self.state)
 
     def __repr__(self) -> str:
-        return f"lab of {self._engine.subject.name}: {self.plan} on {self.state.devices:,} devices"
+        return f"lab of {self.subject.name}: {self.plan} on {self.state.devices:,} devices"
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         """Return the widget, in a notebook."""
@@ -126,7 +146,8 @@ def lab(
         devices: their number; default: that of the mesh or the layout, or 8.
         cluster: a name of `fs.plan.cluster`.
         optimizer: a name of `fshard.laboratory.state.OPTIMIZERS`.
-        state: all of these as one value, from `lab.state` or a link.
+        state: all other arguments as one value, from `lab.state` or a link. A module of the user's
+            own is given beside it, with its batch.
 
     >>> import fshard as fs
     >>> small = fs.lab(mesh={"data": 4, "model": 2}, layout=fs.Parallelism(zero_stage=3))
@@ -140,7 +161,11 @@ def lab(
         subject = Subject(model, batch, loss, blocks)
     if state is not None:
         begin = state if isinstance(state, LabState) else LabState.from_json(state)
-        return Lab(subject, begin)
+        if subject.module is not None:
+            begin = replace(begin, model=None)
+        elif isinstance(model, Transformer):
+            begin = replace(begin, model=model)
+        return _checked(Lab(subject, begin))
 
     parallelism = layout or Parallelism()
     if mesh is not None:
@@ -160,7 +185,13 @@ def lab(
         cluster=cluster,
         optimizer=optimizer,
     )
-    return Lab(subject, begin)
+    return _checked(Lab(subject, begin))
+
+
+def _checked(lab: Lab) -> Lab:
+    """Return a lab whose model is there and can be called with its batch; else raise."""
+    lab.subject.layered(lab.state)
+    return lab
 
 
 _FIELD_OF_AXIS = {

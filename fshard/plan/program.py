@@ -377,7 +377,8 @@ def _validate_arguments(model: nn.Module, batch: PyTree) -> None:
         except TypeError as error:
             raise PlanError(
                 f"plan.search: batch must have the arguments of the model, {names}; got "
-                f"{', '.join(map(str, cast(Any, batch)))}: {error}."
+                f"{', '.join(map(str, cast(Any, batch)))}: {error}. A loss of labels beside them is "
+                "that of a module whose forward takes them too, and returns the loss."
             ) from None
         return
     try:

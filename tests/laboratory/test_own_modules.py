@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+import fshard as fs
+from fshard.errors import PlanError
 from fshard.laboratory.answer import Answer
 from fshard.laboratory.code import program_code
 from fshard.laboratory.engine import Engine
@@ -238,3 +240,39 @@ def test_batch_of_a_proof_has_other_rows_within_the_bounds_of_those_given(rows_g
         assert batch["mask"][row].tolist() == [True, False]
     assert len({tuple(row) for row in batch["floats"].tolist()}) == 8
     assert len({tuple(row) for row in batch["ids"].tolist()}) == 8
+
+
+# -- as values of Python ---------------------------------------------------------------------------
+
+
+def test_state_of_a_module_is_used_with_the_module_alone():
+    """A state has no module: without it there would be another model, in silence."""
+    subject = tower()
+    arguments = (subject.module, subject.batch)
+    lab = fs.lab(*arguments, loss=subject.loss, mesh={"data": 4})
+
+    with pytest.raises(PlanError, match=r"model must be .* a module; got null"):
+        fs.lab(state=lab.state.text)
+    same = fs.lab(*arguments, loss=subject.loss, state=lab.state.text)
+    assert (same.plan, same.code) == (lab.plan, lab.code)
+
+    of_sizes = fs.lab(devices=4, optimizer="sgd").state
+    assert fs.lab(*arguments, loss=subject.loss, state=of_sizes).state.model is None
+
+
+def test_lab_of_a_batch_that_the_module_does_not_take_raises_at_once():
+    with pytest.raises(PlanError, match="batch must have the arguments of the model, x; got y"):
+        fs.lab(Tower(), {"y": torch.ones(1, 8)})
+
+
+def test_certificate_of_a_lab_is_that_of_its_program():
+    subject = tower()
+    lab = fs.lab(subject.module, subject.batch, loss=subject.loss, mesh={"data": 2})
+    names = [name for name, _ in subject.module.named_parameters()]
+    certificate = lab.certificate()
+    assert certificate.ok
+    leaves = {row.leaf.replace("[", ".").replace("]", "") for row in certificate.rows}
+    assert leaves >= {*names}
+
+    with pytest.raises(PlanError, match="at most 16 virtual devices; these are 32"):
+        fs.lab(devices=32).certificate()
