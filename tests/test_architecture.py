@@ -423,11 +423,11 @@ FELT_FOR = {
     "plan/program.py": "transformers: layers of experts",
     "testing/plugin.py": "pytest and Python: fixtures, notes of errors",
     "testing/programs/command.py": "Python: notes of errors",
-    "testing/programs/loaders.py": "torch: the fetcher of a loader; named tuples",
     "testing/programs/precision.py": "torch: the modules of its functions",
     "testing/programs/record.py": "transformers: the loss of an output",
     "testing/programs/uses.py": "torch: reads of attributes",
-    "testing/programs/watch.py": "torch: reads of attributes, wrappers of modules",
+    "testing/scripts/loaders.py": "torch: the fetcher of a loader; named tuples",
+    "testing/scripts/watch.py": "torch: reads of attributes, wrappers of modules",
 }
 
 

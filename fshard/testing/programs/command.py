@@ -128,7 +128,7 @@ def _certified_program(
 def _certified_script(
     options: argparse.Namespace, meshes: list[dict[str, int]], of_script: Sequence[str]
 ) -> Certificate:
-    from fshard.testing.programs.script import certify_script
+    from fshard.testing.scripts.script import certify_script
 
     if options.program is not None:
         raise UsageError(

@@ -26,7 +26,6 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from fshard.mesh.layout import PyTree, flatten, unflatten
-from fshard.testing.programs.loaders import Reader
 from fshard.testing.programs.parameters import (
     Tensors,
     full_tensors,
@@ -39,8 +38,9 @@ from fshard.testing.programs.parameters import (
 )
 from fshard.testing.programs.precision import Sends, widen
 from fshard.testing.programs.record import RankRecord, may_reduce_gradients
-from fshard.testing.programs.substitutions import OnCpu
 from fshard.testing.programs.uses import Uses
+from fshard.testing.scripts.devices import OnCpu
+from fshard.testing.scripts.loaders import Reader
 from fshard.torch_collectives import RecordedCall
 
 
