@@ -27,6 +27,7 @@ from fshard.testing.programs.parameters import (
     full_tensors,
     gathered,
     has_flat_parameters,
+    local_batch_norm,
     named_parameters,
     sync_hint,
     tied_names,
@@ -75,6 +76,7 @@ class RankRecord(NamedTuple):
         sent_in: those of tensors that are sent.
         sends_in_step: the number of elements that `step()` has sent, in each step.
         sync_hint: where a reduction by a wrapper of the model may have been lost.
+        batch_norm: the first BatchNorm that takes statistics of this process alone.
         reduced_later: the parameters that `step()` has changed after an optimizer had, or that an
             optimizer has which communicates itself, in each step.
     """
@@ -96,6 +98,7 @@ class RankRecord(NamedTuple):
     sent_in: frozenset[torch.dtype] = frozenset()
     sends_in_step: Sequence[int] = ()
     sync_hint: str = ""
+    batch_norm: str = ""
     reduced_later: Sequence[frozenset[str]] = ()
 
     def batch(self, step: int) -> PyTree:
@@ -152,6 +155,7 @@ def record(
     return result._replace(
         order=run.uses.names(),
         sync_hint=sync_hint(run.model),
+        batch_norm=local_batch_norm(run.model),
         computed_in=frozenset(run.watch.in_forward | _dtypes_of(run.model, run.batches)),
         rounded_in=frozenset(run.watch.elsewhere),
         sent_in=frozenset(run.sends.dtypes),
