@@ -20,10 +20,11 @@ from fshard.testing.programs.parameters import Tensors
 from fshard.testing.programs.precision import Sends, watched_sends
 from fshard.testing.programs.record import RankRecord, any_comm_hook, axes_needed_by
 from fshard.testing.scripts.devices import OnCpu
+from fshard.testing.scripts.draws import Draws
 from fshard.testing.scripts.loaders import Batches, EndOfInputs, Reader
 from fshard.testing.scripts.replacing import MakeReplacement, Table, replaced
-from fshard.testing.scripts.substitutions import Place, seed, table
-from fshard.testing.scripts.watch import Finished, Start, Watcher
+from fshard.testing.scripts.substitutions import Place, table
+from fshard.testing.scripts.watch import Finished, Options, Start, Watcher
 from fshard.testing.verdicts import float64_by_default
 from fshard.torch_collectives import RecordedCall, record_collectives
 
@@ -53,8 +54,8 @@ class ScriptRecord(NamedTuple):
         rank: its training.
         batches: what it read.
         buffers: at the start.
-        rates: learning rates of each step.
-        own_rates: those that the script itself had set.
+        options: of the optimizer in each step.
+        own_options: those that the script itself had set.
         counts: the batches that were read before each step.
         steps: of the first optimizer.
         calls: of collectives, if they are recorded.
@@ -64,8 +65,8 @@ class ScriptRecord(NamedTuple):
     rank: RankRecord
     batches: Batches
     buffers: Tensors
-    rates: list[list[float]]
-    own_rates: list[list[float]]
+    options: list[Options]
+    own_options: list[Options]
     counts: list[int]
     steps: int
     calls: list[RecordedCall]
@@ -80,31 +81,31 @@ def run_in_processes(script: Script) -> ScriptRecord:
     """Run a script as one of several processes."""
     store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store)
-    return _run(script, place, 1 + place.rank, None, None)
+    return _run(script, place, Draws(1 + place.rank), None, None)
 
 
 def run_alone(script: Script, replayed: Batches, start: Start) -> ScriptRecord:
-    """Run a script as the only process, with the batches of all. The seeds differ by the rank."""
-    run = int(os.environ["RANK"])
+    """Run a script as the only process, with the batches of all. Its draws differ by the rank."""
+    shift = 1000 * int(os.environ["RANK"])
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    place = Place(0, 1, HashStore(), seed_shift=1000 * run)
-    return _run(script, place, 1 + 1000 * run, replayed, start)
+    place = Place(0, 1, HashStore())
+    return _run(script, place, Draws(1, shift), replayed, start)
 
 
 def _run(
-    script: Script, place: Place, seed_value: int, replayed: Batches | None, start: Start | None
+    script: Script, place: Place, draws: Draws, replayed: Batches | None, start: Start | None
 ) -> ScriptRecord:
     mode = OnCpu()
     reader = Reader(replayed)
     sends = Sends()
     ended_by = ""
-    seed(seed_value)
+    draws.seed()
     with ExitStack() as stack:
         calls: list[RecordedCall] = []
         if script.is_recorded and not place.is_alone:
             calls = stack.enter_context(record_collectives())
-        watcher = Watcher(script.steps, mode, reader, sends, start, calls)
-        rows = {**table(place), **_of_watcher(watcher, reader)}
+        watcher = Watcher(script.steps, mode, reader, sends, draws, start, calls)
+        rows = {**table(place), **draws.table(), **_of_watcher(watcher, reader)}
         stack.enter_context(float64_by_default())
         stack.enter_context(watched_sends(sends))
         stack.enter_context(any_comm_hook())
@@ -126,14 +127,15 @@ def _run(
             if not (place.is_alone and watcher.has_stepped()):
                 raise failure from None
             ended_by = str(failure)
+        watcher.end()
         _wait_for_others(place)
 
     return ScriptRecord(
         watcher.record(),
         reader.read,
         watcher.buffers,
-        watcher.rates,
-        watcher.own_rates,
+        watcher.options,
+        watcher.own_options,
         watcher.counts,
         watcher.steps_made,
         watcher.calls(),

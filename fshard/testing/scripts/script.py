@@ -28,7 +28,7 @@ from fshard.testing.scripts.run import (
     run_alone,
     run_in_processes,
 )
-from fshard.testing.scripts.watch import Start
+from fshard.testing.scripts.watch import Options, Start
 from fshard.torch_collectives import Recording
 
 UNSEEN = (
@@ -165,7 +165,7 @@ class _ScriptRuns(NamedTuple):
         if not takes_more:
             rows = rows_of_microbatches(mesh, records, record, rows)
         rows += _rows_of_kept_gradients(mesh, record)
-        notes = [*notes_on(axes, records, record, dtype), *_notes_on_rates(ranks, single)]
+        notes = [*notes_on(axes, records, record, dtype), *_notes_on_options(ranks, single)]
         if number < numbers[0]:
             rows.append(_row_of_unjudged(mesh, number, single.ended_by))
         if ranks[0].steps < self.script.steps:
@@ -225,7 +225,7 @@ def _start_of(ranks: Sequence[ScriptRecord], axes: Axes) -> Start:
     for each in ranks:
         for name, x in each.buffers.items():
             params.setdefault(name, [x])
-    return Start(params, ranks[0].rates)
+    return Start(params, ranks[0].options)
 
 
 def full_candidates(parts: Sequence[Tensor], axes: Axes) -> list[Tensor]:
@@ -325,37 +325,51 @@ def _row_of_unjudged(mesh: str, step: int, error: str) -> CertificateRow:
     return CertificateRow(mesh, "steps", "INCONCLUSIVE", inf, 0.0, text, step, "steps")
 
 
-def _notes_on_rates(ranks: Sequence[ScriptRecord], single: ScriptRecord) -> list[str]:
-    """Return notes on learning rates that depend on the rank, or on the number of processes."""
+def _notes_on_options(ranks: Sequence[ScriptRecord], single: ScriptRecord) -> list[str]:
+    """Return notes on learning rates and other options that depend on the rank, or on their number."""
     notes: list[str] = []
     for rank, each in enumerate(ranks):
-        found = _first_difference(ranks[0].rates, each.rates)
-        if found is not None:
-            step, rate, other = found
+        difference = _first_difference(ranks[0].options, each.options)
+        if difference is not None:
+            option, step, value, other = difference
             notes.append(
-                f"WARNING: learning rates differ between ranks: at step {step} {rate:.6g} on rank 0 "
-                f"and {other:.6g} on rank {rank}; the one process takes those of rank 0."
+                f"WARNING: the {option} differs between ranks: at step {step} {value} on rank 0 and "
+                f"{other} on rank {rank}; the one process takes those of rank 0."
             )
             break
-    found = _first_difference(ranks[0].rates, single.own_rates)
-    if found is not None:
-        step, rate, own = found
+    difference = _first_difference(ranks[0].options, single.own_options)
+    if difference is not None:
+        option, step, value, own = difference
         notes.append(
-            f"The learning rate depends on the number of processes: at step {step} it is {rate:.6g} "
-            f"in {len(ranks)}, and the script sets {own:.6g} in one, which takes {rate:.6g} here."
+            f"The {option} depends on the number of processes: at step {step} it is {value} in "
+            f"{len(ranks)}, and the script sets {own} in one, which takes {value} here."
         )
     return notes
 
 
 def _first_difference(
-    rates: Sequence[Sequence[float]], others: Sequence[Sequence[float]]
-) -> tuple[int, float, float] | None:
-    """Return the first step at which a learning rate is another one, and both."""
-    for step, (of_step, others_of_step) in enumerate(zip(rates, others, strict=False)):
-        for rate, other in zip(of_step, others_of_step, strict=False):
-            if not isclose(rate, other):
-                return step, rate, other
+    runs: Sequence[Options], others: Sequence[Options]
+) -> tuple[str, int, str, str] | None:
+    """Return an option that differs, the first step in which it does, and both of its values.
+
+    The learning rate is tried first: it causes what schedules note of themselves, as `initial_lr`.
+    """
+    names = {"lr": None}  # a set in order
+    for groups in runs:
+        for group in groups:
+            names.update(dict.fromkeys(group))
+    for name in names:
+        for step, (groups, other_groups) in enumerate(zip(runs, others, strict=False)):
+            for group, other in zip(groups, other_groups, strict=False):
+                pairs = zip(group.get(name, ()), other.get(name, ()), strict=False)
+                if not all(isclose(x, y) for x, y in pairs):
+                    option = "learning rate" if name == "lr" else f"option {name}"
+                    return option, step, _numbers_text(group[name]), _numbers_text(other[name])
     return None
+
+
+def _numbers_text(numbers: Sequence[float]) -> str:
+    return ", ".join([f"{x:.6g}" for x in numbers])
 
 
 def _rows_of_kept_gradients(mesh: str, single: RankRecord) -> list[CertificateRow]:

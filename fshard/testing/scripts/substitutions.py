@@ -10,12 +10,12 @@ Nothing else in torch is another, and all of it is undone when the script has en
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from fshard.testing.scripts.devices import (
@@ -35,13 +35,11 @@ class Place(NamedTuple):
         rank: of this process.
         size: the number of processes.
         store: in which they meet.
-        seed_shift: is added to the seeds that the script sets.
     """
 
     rank: int
     size: int
     store: Any
-    seed_shift: int = 0
 
     @property
     def is_alone(self) -> bool:
@@ -59,7 +57,7 @@ def table(place: Place) -> Table:
         **_precision(),
         **_compilers(),
         **_dropout(),
-        **_seeds(place),
+        **_batch_norm(),
         **_libraries(place),
     }
 
@@ -310,7 +308,7 @@ def _compile(original: Any) -> Any:
     return compile
 
 
-# -- random draws ----------------------------------------------------------------------------------
+# -- dropout ---------------------------------------------------------------------------------------
 
 
 def _dropout() -> Table:
@@ -352,33 +350,54 @@ def _attention(original: Any) -> Any:
     return attention
 
 
-def _seeds(place: Place) -> Table:
-    """Return seeds of a second run in one process: what it draws otherwise changes the loss."""
-    if not place.seed_shift:
-        return {}
-    names = ("torch:manual_seed", "torch.random:manual_seed", "random:seed", "numpy.random:seed")
-    return dict.fromkeys(names, _shifted(place))
+# -- BatchNorm -------------------------------------------------------------------------------------
 
 
-def _shifted(place: Place) -> MakeReplacement:
-    def make(original: Any) -> Any:
-        def seed(value: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(value, int):
-                value = value + place.seed_shift
-            return original(value, *args, **kwargs)
-
-        return seed
-
-    return make
+def _batch_norm() -> Table:
+    """Return SyncBatchNorm on CPUs, which torch has for GPUs alone, and refuses in its wrapper."""
+    return {
+        "torch.nn:SyncBatchNorm.forward": _sync_batch_norm,
+        "torch.nn.parallel:DistributedDataParallel._passing_sync_batchnorm_handle": _returning(
+            None
+        ),
+    }
 
 
-def seed(value: int) -> None:
-    """Seed the generators that scripts draw from."""
-    import numpy as np
+def _sync_batch_norm(original: Any) -> Any:
+    from torch.distributed.nn.functional import all_reduce
 
-    torch.manual_seed(value)
-    random.seed(value)
-    np.random.seed(value % 2**32)
+    def forward(module: Any, x: Any) -> Any:
+        group: Any = module.process_group or dist.group.WORLD
+        is_synchronized = module.training and dist.is_initialized() and group.size() > 1
+        if not is_synchronized:
+            return torch.nn.BatchNorm2d.forward(module, x)  # that of any number of dims
+
+        dims = [0, *range(2, x.ndim)]
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        count = x.new_tensor(x.numel() // x.shape[1])
+        dist.all_reduce(count, group=group)
+        # The gradient of the all-reduce is the sum over ranks: each loss depends on all statistics.
+        mean = all_reduce(x.sum(dims), group=group) / count
+        centered = x - mean.view(shape)
+        variance = all_reduce(centered.square().sum(dims), group=group) / count
+        _update_running_statistics(module, mean.detach(), variance.detach() * count / (count - 1))
+        out = centered / (variance + module.eps).sqrt().view(shape)
+        if module.affine:
+            out = out * module.weight.view(shape) + module.bias.view(shape)
+        return out
+
+    return forward
+
+
+def _update_running_statistics(module: Any, mean: Tensor, variance: Tensor) -> None:
+    if not module.track_running_stats:
+        return
+    module.num_batches_tracked += 1
+    momentum = module.momentum
+    if momentum is None:
+        momentum = 1 / float(module.num_batches_tracked)  # the mean of all batches
+    module.running_mean.lerp_(mean, momentum)
+    module.running_var.lerp_(variance, momentum)
 
 
 # -- libraries -------------------------------------------------------------------------------------

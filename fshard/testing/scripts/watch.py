@@ -11,7 +11,7 @@ Steps inside of a step, as those of ZeroRedundancyOptimizer, are part of the out
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from fshard.testing.programs.parameters import (
     Tensors,
     full_tensors,
     has_flat_parameters,
+    local_batch_norm,
     named_parameters,
     sync_hint,
     tied_names,
@@ -40,6 +41,7 @@ from fshard.testing.programs.precision import Sends, widen
 from fshard.testing.programs.record import RankRecord, may_reduce_gradients
 from fshard.testing.programs.uses import Uses
 from fshard.testing.scripts.devices import OnCpu
+from fshard.testing.scripts.draws import Draws
 from fshard.testing.scripts.loaders import Reader
 from fshard.torch_collectives import RecordedCall
 
@@ -48,16 +50,20 @@ class Finished(BaseException):
     """Ends a script that has made its steps. No `except Exception` catches it."""
 
 
+Options = list[dict[str, tuple[float, ...]]]
+"""The numbers of each group of an optimizer by name, as {"lr": (0.1,), "betas": (0.9, 0.95)}."""
+
+
 class Start(NamedTuple):
-    """The values that the one process begins with, and the learning rates that it takes.
+    """The values that the one process begins with, and the options that its optimizer takes.
 
     Args:
         values: of parameters and buffers by name: the one is taken that has the right shape.
-        rates: the learning rates of each step.
+        options: of the optimizer in each step.
     """
 
     values: Mapping[str, Sequence[Tensor]]
-    rates: list[list[float]]
+    options: Sequence[Options]
 
 
 class Root(NamedTuple):
@@ -76,6 +82,7 @@ class Watcher:
         mode: under which it runs.
         reader: of its batches.
         sends: of the script.
+        draws: of the script.
         start: in the one process, what the other processes began with.
         calls: of collectives, as they are recorded.
     """
@@ -86,13 +93,14 @@ class Watcher:
         mode: OnCpu,
         reader: Reader,
         sends: Sends,
+        draws: Draws,
         start: Start | None,
         calls: list[RecordedCall],
     ) -> None:
         self.start: Tensors = {}
         self.buffers: Tensors = {}
-        self.rates: list[list[float]] = []
-        self.own_rates: list[list[float]] = []
+        self.options: list[Options] = []
+        self.own_options: list[Options] = []
         self.steps_made = 0
         self.counts: list[int] = []
         self._losses: list[float | None] = []
@@ -110,11 +118,13 @@ class Watcher:
         self._mode = mode
         self._reader = reader
         self._sends = sends
+        self._draws = draws
         self._start_of_all = start
         self._roots: list[Root] = []
         self._optimizers: list[Optimizer] = []
         self._depth = 0
         self._depth_of_step = 0
+        self._awaits_update = False
         self._calls = calls
         self._number_of_calls = 0
         # Of the step that is not there yet.
@@ -126,7 +136,7 @@ class Watcher:
         self._taken: dict[int, Tensor] = {}
         self._kept_now: frozenset[str] = frozenset()
 
-        reader.before_first = calls.clear
+        reader.before_first = self._begin_steps
         mode.before_backward = self._before_backward
         mode.after_backward = self._after_backward
         mode.before_function = self._before_function
@@ -166,12 +176,14 @@ class Watcher:
         order: list[str] = []
         dtypes: set[torch.dtype] = set()
         hint = ""
+        batch_norm = ""
         for prefix, module, uses in self._roots:
             named = named_parameters(module)
             frozen.update([prefix + name for name, x in named if not x.requires_grad])
             for name, first in tied_names(module).items():
                 tied[prefix + name] = prefix + first
             hint = hint or sync_hint(module)
+            batch_norm = batch_norm or local_batch_norm(module)
             order += [prefix + name for name in uses.names()]
             dtypes.update([x.dtype for _, x in named])
         kept = self._kept[:number]
@@ -190,6 +202,7 @@ class Watcher:
             frozen=frozenset(frozen),
             tied=tied,
             sync_hint=hint,
+            batch_norm=batch_norm,
             order=order,
             backwards=self._backwards[:number],
             parts=self._parts[:number],
@@ -206,6 +219,8 @@ class Watcher:
         """Return the call of a module, for all modules."""
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._depth == 0:
+                self._end_update()
             if self._depth or not torch.is_grad_enabled():
                 return original(module, *args, **kwargs)
             self._depth += 1
@@ -227,7 +242,7 @@ class Watcher:
         if not is_new or any(root.module is module for root in self._roots):
             return
         if not self._roots and not self._reader.has_loader():
-            self._calls.clear()  # those of the setup belong to no step
+            self._begin_steps()
         for x in (*module.parameters(), *module.buffers()):
             widen(x)
         values = full_values(module)
@@ -239,6 +254,11 @@ class Watcher:
         self._roots.append(Root(prefix, module, Uses(module)))
         self.start.update({prefix + name: x for name, x in values.items()})
         self.buffers.update({prefix + name: x for name, x in buffers.items()})
+
+    def _begin_steps(self) -> None:
+        """End the setup, at the first batch or forward: its collectives belong to no step."""
+        self._calls.clear()
+        self._draws.begin_steps()
 
     def _prefix(self, module: nn.Module, names: Sequence[str]) -> str:
         """Return what the names of a module's parameters begin with, so that each is another."""
@@ -345,12 +365,13 @@ class Watcher:
             return
         if all(optimizer is not each for each in self._optimizers):
             self._optimizers.append(optimizer)
+        self._end_update()
         is_first = optimizer is self._optimizers[0]
         if is_first and self.steps_made == self._steps:
             raise Finished
 
         with self._aside():
-            self._set_rates(optimizer)
+            self._set_options(optimizer)
             self._note_reading()
             grads, given = self._gradients_of(optimizer)
             self._grads.append(grads)
@@ -375,28 +396,68 @@ class Watcher:
         self._reduced_later.append(frozenset(self._given[-1]) if may_reduce else frozenset())
         self._number_of_calls = len(self._calls)
         with self._aside():
-            params = dict(self.start)
-            for prefix, module, _ in self._roots:
-                params.update({prefix + name: x for name, x in full_values(module).items()})
-            self._params.append({name: params[name] for name in self.start})
+            self._params.append(self._full_params())
+        self._awaits_update = self._updates_other_tensors(optimizer)
 
         if optimizer is not self._optimizers[0]:
             return
         self.steps_made += 1
-        # Others may step after it in the same turn: a single step does not show it.
-        is_only_one = self._steps > 1 and len(self._optimizers) == 1
-        if is_only_one and self.steps_made == self._steps:
+        if self._has_made_all() and not self._awaits_update:
             raise Finished
 
-    def _set_rates(self, optimizer: Optimizer) -> None:
-        """Take the learning rates of the processes: they may depend on the number of these."""
-        step = len(self.rates)
-        self.own_rates.append(_rates(optimizer))
-        if self._start_of_all is not None and step < len(self._start_of_all.rates):
-            rates = self._start_of_all.rates[step]
-            for group, rate in zip(optimizer.param_groups, rates, strict=False):
-                group["lr"] = rate
-        self.rates.append(_rates(optimizer))
+    def _has_made_all(self) -> bool:
+        """Return True if the only optimizer has made all steps.
+
+        Others may step after it in the same turn: a single step does not show it.
+        """
+        is_only_one = self._steps > 1 and len(self._optimizers) == 1
+        return is_only_one and self.steps_made == self._steps
+
+    def _updates_other_tensors(self, optimizer: Optimizer) -> bool:
+        """Return True if an optimizer updates tensors of no module, as a shard of all parameters.
+
+        The script copies them to the parameters after its step.
+        """
+        updated = _ids_of(optimizer)
+        for root in self._roots:
+            if any(id(p) in updated for p in root.module.parameters()):
+                return False
+        return True
+
+    def _end_update(self) -> None:
+        """Take the parameters of the last step, which its optimizer did not update itself.
+
+        They are updated before the script does what comes next: a forward, or a step.
+        """
+        if not self._awaits_update:
+            return
+        self._awaits_update = False
+        with self._aside():
+            self._params[-1] = self._full_params()
+        if self._has_made_all():
+            raise Finished
+
+    def end(self) -> None:
+        """End the last update of a script that has ended itself."""
+        with suppress(Finished):
+            self._end_update()
+
+    def _full_params(self) -> Tensors:
+        params = dict(self.start)
+        for prefix, module, _ in self._roots:
+            params.update({prefix + name: x for name, x in full_values(module).items()})
+        return {name: params[name] for name in self.start}
+
+    def _set_options(self, optimizer: Optimizer) -> None:
+        """Take the options of the processes: schedules may depend on the number of these."""
+        step = len(self.options)
+        self.own_options.append(_options(optimizer))
+        if self._start_of_all is not None and step < len(self._start_of_all.options):
+            options = self._start_of_all.options[step]
+            for group, of_group in zip(optimizer.param_groups, options, strict=False):
+                for name, values in of_group.items():
+                    group[name] = values if isinstance(group.get(name), tuple) else values[0]
+        self.options.append(_options(optimizer))
 
     def _note_reading(self) -> None:
         """Note the batches that were read since the last step."""
@@ -409,17 +470,22 @@ class Watcher:
         self._batches.append(flatten(batch)[0])
 
     def _gradients_of(self, optimizer: Optimizer) -> tuple[Tensors, Tensors]:
-        """Return the gradients of what an optimizer updates: after the backward, and now."""
-        updated: set[int] = set()
-        for group in optimizer.param_groups:
-            updated.update(map(id, group["params"]))
+        """Return the gradients of what an optimizer updates: after the backward, and now.
+
+        If it updates other tensors than parameters, those of all parameters are the former.
+        """
+        updated = _ids_of(optimizer)
+        of_others = self._updates_other_tensors(optimizer)
         grads: Tensors = {}
         given: Tensors = {}
         for prefix, module, _ in self._roots:
-            if not any(id(p) in updated for p in module.parameters()):
+            is_updated = any(id(p) in updated for p in module.parameters())
+            if not (is_updated or of_others):
                 continue
             for name, x in full_gradients(module, self._taken).items():
                 grads[prefix + name] = x
+            if of_others:
+                continue
             for name, x in full_gradients(module, None).items():
                 taken = grads.get(prefix + name)
                 if taken is not None and torch.equal(x, taken):
@@ -428,8 +494,28 @@ class Watcher:
         return grads, given
 
 
-def _rates(optimizer: Optimizer) -> list[float]:
-    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+def _ids_of(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the tensors that an optimizer updates."""
+    ids: set[int] = set()
+    for group in optimizer.param_groups:
+        ids.update(map(id, group["params"]))
+    return ids
+
+
+def _options(optimizer: Optimizer) -> Options:
+    """Return the numbers in the groups of an optimizer: `lr`, and what else a schedule may set."""
+    options: Options = []
+    for group in optimizer.param_groups:
+        numbers: dict[str, tuple[float, ...]] = {}
+        for name, value in group.items():
+            if name == "lr":
+                numbers[name] = (float(value),)  # it may be a tensor
+                continue
+            values: Sequence[Any] = value if isinstance(value, tuple) else (value,)
+            if all(type(x) in (int, float) for x in values):
+                numbers[name] = tuple(values)
+        options.append(numbers)
+    return options
 
 
 # -- full values -----------------------------------------------------------------------------------
