@@ -19,7 +19,7 @@ def regulariser_text(run: RunPair, gradient: Comparison) -> str:
     """Describe a gradient that differs by a multiple of the parameter; "" if it does not."""
     if gradient.shards is None or gradient.full is None or gradient.is_within_bound():
         return ""
-    params = run.single.start if gradient.step == 0 else run.single.params[gradient.step - 1]
+    params = run.single.start if gradient.step == 0 else run.single.steps[gradient.step - 1].params
     param = gradient.shards.same_elements_of(params[gradient.leaf])
     # Equal elements, as of a norm's weight, show nothing: a multiple is any other constant.
     if bool((param == param[:1]).all()):
@@ -40,11 +40,11 @@ def rows_text(run: RunPair, step: int) -> str:
 
     The loss of one process is the mean by rows then. That of gradients over ranks is another one.
     """
-    single = run.single.losses[step]
+    single = run.single.steps[step].loss
     losses: list[float] = []
     rows: list[int] = []
     for rank in run.ranks:
-        loss = rank.losses[step]
+        loss = rank.steps[step].loss
         if loss is not None:
             losses.append(loss)
             rows.append(rows_at(rank, step))

@@ -115,7 +115,7 @@ def notes_on(
         notes.append(
             f"Bounds are those of {', '.join(sorted(lower))}, in which it computes or sends."
         )
-    if all(loss is None for loss in single.losses):
+    if all(step.loss is None for step in single.steps):
         notes.append("The program returns no loss, so gradients and parameters alone are compared.")
     return notes
 
@@ -215,9 +215,9 @@ _DIVIDED_LATER = "step() changes gradients; what the optimizer is given agrees"
 def _comparisons(run: RunPair) -> Iterator[Comparison]:
     """Compare the losses, gradients and changes of parameters of all steps."""
     loss_rule = LossRule(run)
-    for step in range(len(run.single.params)):
+    for step in range(len(run.single.steps)):
         yield from loss_rule.comparisons(step)
-        largest_of_all = max(map(largest, run.single.grads[step].values()), default=0.0)
+        largest_of_all = max(map(largest, run.single.steps[step].grads.values()), default=0.0)
         for name, slices in run.layouts.items():
             yield from _parameter(run, step, name, slices, largest_of_all)
 
@@ -253,8 +253,8 @@ def _gradient(
     run: RunPair, step: int, name: str, slices: Slices, largest_of_all: float
 ) -> Comparison | None:
     """Compare the gradients before `step()`; None if no run has one."""
-    single_grads = run.single.grads[step]
-    grads = {rank: run.ranks[rank].grads[step].get(name) for rank in slices}
+    single_grads = run.single.steps[step].grads
+    grads = {rank: run.ranks[rank].steps[step].grads.get(name) for rank in slices}
     if name not in single_grads and all(x is None for x in grads.values()):
         return None
     # No gradient is one of 0.
@@ -271,9 +271,9 @@ def _gradient(
 
 def _kept_text(run: RunPair, step: int, name: str, slices: Slices) -> str:
     """Describe ranks whose gradient was not 0 when a step began, as that of one process was."""
-    if _has_kept(run.single, step, name):
+    if name in run.single.steps[step].kept:
         return ""
-    ranks = [str(rank) for rank in slices if _has_kept(run.ranks[rank], step, name)]
+    ranks = [str(rank) for rank in slices if name in run.ranks[rank].steps[step].kept]
     if not ranks:
         return ""
     return f"; it was not 0 when the step began on rank {', '.join(ranks)}"
@@ -283,15 +283,15 @@ def _given(
     run: RunPair, step: int, name: str, slices: Slices, largest_of_all: float
 ) -> Comparison | None:
     """Compare the gradients that optimizers were given, on the ranks that gave one."""
-    if name not in run.single.given[step]:
+    if name not in run.single.steps[step].given:
         return None
     shards: dict[int, Tensor] = {}
     for rank in slices:
-        if name in run.ranks[rank].given[step]:
-            shards[rank] = run.ranks[rank].given[step][name]
+        if name in run.ranks[rank].steps[step].given:
+            shards[rank] = run.ranks[rank].steps[step].given[name]
     if not shards:
         return None
-    expected = run.single.given[step][name]
+    expected = run.single.steps[step].given[name]
     subject = "gradient that the optimizer is given"
     return _compared(run, step, name, subject, shards, expected, largest_of_all)
 
@@ -307,9 +307,9 @@ def _compared(
 ) -> Comparison:
     dtype = run.dtypes.of_gradients
     bound = bound_of(expected, largest_of_all, dtype)
-    rivals = dict(run.single.grads[step])
-    if step > 0 and name in rivals and name in run.single.grads[step - 1]:
-        both = rivals[name] + run.single.grads[step - 1][name]
+    rivals = dict(run.single.steps[step].grads)
+    if step > 0 and name in rivals and name in run.single.steps[step - 1].grads:
+        both = rivals[name] + run.single.steps[step - 1].grads[name]
         rivals["this step and the one before: set gradients to zero"] = both
     return Comparison(
         step,
@@ -326,15 +326,15 @@ def _compared(
 def _change(run: RunPair, step: int, name: str, slices: Slices) -> Comparison:
     """Compare the changes of a parameter since the start."""
     start = run.single.start[name]
-    expected = run.single.params[step][name] - start
+    expected = run.single.steps[step].params[name] - start
     changes: dict[int, Tensor] = {}
     for rank in slices:
-        change = run.ranks[rank].params[step][name] - run.ranks[rank].start[name]
+        change = run.ranks[rank].steps[step].params[name] - run.ranks[rank].start[name]
         is_noise = _is_noise(run, step, name, rank)
         changes[rank] = torch.where(is_noise, slices[rank].of(expected), change)
     # Relative to the parameter: a small change has the errors of the large parameter.
     dtype = run.dtypes.of_changes
-    bound = bound_of(run.single.params[step][name], 0.0, dtype)
+    bound = bound_of(run.single.steps[step].params[name], 0.0, dtype)
     return Comparison(
         step,
         name,
@@ -355,9 +355,9 @@ def _is_noise(run: RunPair, step: int, name: str, rank: int) -> Tensor:
     each = run.layouts[name][rank]
     noise = torch.zeros_like(run.ranks[rank].start[name], dtype=torch.bool)
     for i in range(step + 1):
-        largest_of_all = max(map(largest, run.single.grads[i].values()), default=0.0)
-        actual = run.ranks[rank].grads[i].get(name)
-        expected = run.single.grads[i].get(name)
+        largest_of_all = max(map(largest, run.single.steps[i].grads.values()), default=0.0)
+        actual = run.ranks[rank].steps[i].grads.get(name)
+        expected = run.single.steps[i].grads.get(name)
         if actual is None or expected is None:
             continue
         roundings = bound_of(None, largest_of_all, run.dtypes.of_gradients)
@@ -369,7 +369,7 @@ def _is_noise(run: RunPair, step: int, name: str, rank: int) -> Tensor:
 
 def _is_given_everywhere(run: RunPair, step: int, name: str, slices: Slices) -> bool:
     """Return True if an optimizer of torch is given the gradient on each rank."""
-    return all(name in run.ranks[rank].given[step] for rank in slices)
+    return all(name in run.ranks[rank].steps[step].given for rank in slices)
 
 
 def _strict_for_multiples(gradient: Comparison | None) -> Comparison | None:
@@ -386,10 +386,6 @@ def _strict_for_multiples(gradient: Comparison | None) -> Comparison | None:
         return gradient
     factor = constant_factor(x, gradient.shards.same_elements_of(full), gradient.tolerance)
     return gradient if factor is None else gradient._replace(bound=0.0)
-
-
-def _has_kept(record: RankRecord, step: int, name: str) -> bool:
-    return step < len(record.kept) and name in record.kept[step]
 
 
 def _shards(parts: Mapping[int, Tensor], slices: Slices) -> Shards:

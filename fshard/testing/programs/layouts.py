@@ -99,8 +99,8 @@ def _error(
     errors = [0.0, 0.0]
     for kind, (runs, expected) in enumerate(
         [
-            ([rank.grads[0] for rank in ranks], single.grads[0]),
-            ([rank.params[0] for rank in ranks], single.params[0]),
+            ([rank.steps[0].grads for rank in ranks], single.steps[0].grads),
+            ([rank.steps[0].params for rank in ranks], single.steps[0].params),
         ]
     ):
         for rank, each in slices.items():

@@ -22,10 +22,10 @@ class LossRule:
 
     def __init__(self, run: RunPair) -> None:
         self._run = run
-        steps = range(len(run.single.losses))
+        steps = range(len(run.single.steps))
         self._losses: list[dict[int, float]] = []
         for step in steps:
-            losses = {rank: x.losses[step] for rank, x in enumerate(run.ranks)}
+            losses = {rank: x.steps[step].loss for rank, x in enumerate(run.ranks)}
             self._losses.append({rank: x for rank, x in losses.items() if x is not None})
 
         means = [self._mean(step) for step in steps]
@@ -67,7 +67,7 @@ class LossRule:
             yield comparison._replace(hint=hint, note=self._note)
 
     def _compared(self, step: int, value: float | None) -> Iterator[Comparison]:
-        single = self._run.single.losses[step]
+        single = self._run.single.steps[step].loss
         if value is None and single is None:
             return
         shards = None if value is None else Shards([_scalar(value)], [0], lambda x: [x])
@@ -80,7 +80,7 @@ class LossRule:
     def _tokens_text(self, step: int) -> str:
         """Describe the cause, if the mean of the losses by tokens of each rank is the right one."""
         losses = self._losses[step]
-        single = self._run.single.losses[step]
+        single = self._run.single.steps[step].loss
         if single is None or not losses:
             return ""
         counts = {rank: element_counts(self._run.ranks[rank], step) for rank in losses}

@@ -32,7 +32,9 @@ class RunPair(NamedTuple):
         for n in range(1, len(sizes) + 1):
             for names in combinations(sizes, n):
                 counts[f"the size of {' x '.join(names)}"] = prod([sizes[name] for name in names])
-        backwards = max([n for rank in self.ranks for n in rank.backwards], default=1)
+        backwards = 1
+        for rank in self.ranks:
+            backwards = max([backwards, *[step.backwards for step in rank.steps]])
         if backwards > 1:
             counts["the number of backward calls in a step"] = backwards
         return counts

@@ -56,7 +56,7 @@ def _is_sent_in_step(run: RunPair, gradient: Comparison) -> bool:
     assert gradient.shards is not None
     by_rank = zip(gradient.shards.devices, gradient.shards.shards, strict=True)
     for rank, x in by_rank:
-        if run.ranks[rank].sends_in_step[gradient.step] < max(x.numel(), 1):
+        if run.ranks[rank].steps[gradient.step].sends < max(x.numel(), 1):
             return False
     return True
 
@@ -65,7 +65,7 @@ def _reduced_later(run: RunPair, step: int) -> frozenset[str]:
     """Return the parameters that `step()` may reduce after optimizers have them, on any rank."""
     names: frozenset[str] = frozenset()
     for rank in run.ranks:
-        names |= rank.reduced_later[step]
+        names |= rank.steps[step].reduced_later
     return names
 
 

@@ -175,7 +175,7 @@ def _in_one(batches: Sequence[PyTree]) -> PyTree:
 
 
 def _record(leaves: Sequence[Any]) -> RankRecord:
-    return RankRecord(batches=[leaves], losses=[], start={}, grads=[], params=[])
+    return RankRecord(batches=[leaves])
 
 
 def _has_rows(x: Any) -> bool:

@@ -138,7 +138,7 @@ class _ScriptRuns(NamedTuple):
         """Run a script in one process, and judge the run in the processes of a mesh."""
         axes = self.joining.axes
         mesh = mesh_text(axes)
-        numbers = [len(each.rank.params) for each in ranks]
+        numbers = [len(each.rank.steps) for each in ranks]
         if not any(numbers):
             raise PromiseError(
                 f"certify: {self.script.name} must step an optimizer of torch.optim; got no step. "
@@ -159,7 +159,7 @@ class _ScriptRuns(NamedTuple):
         if different:
             return _Verdict(different, [], 0)
         record = single.rank
-        number = len(record.params)
+        number = len(record.steps)
         records = [_first_steps(each.rank, number) for each in ranks]
         rows = judge_ranks(axes, records, record, dtype, parts, same)
         if not takes_more:
@@ -177,10 +177,10 @@ class _ScriptRuns(NamedTuple):
     ) -> tuple[ScriptRecord, ScriptRecord]:
         """Run the script alone, with more microbatches in a step than each of the processes takes."""
         taken = ranks[0].counts[0]
-        turn = max(1, taken // max(1, ranks[0].rank.backwards[0]))
+        turn = max(1, taken // max(1, ranks[0].rank.steps[0].backwards))
         in_turn = self.joining._replace(turn=turn, repeats=_takes(single, taken, len(ranks)))
         runs = self._alone(ranks, start, in_turn)
-        has_ended = len(runs[0].rank.params) < len(ranks[0].rank.params)
+        has_ended = len(runs[0].rank.steps) < len(ranks[0].rank.steps)
         if not in_turn.repeats and has_ended:
             runs = self._alone(ranks, start, in_turn._replace(repeats=True))
         return runs
@@ -258,35 +258,26 @@ def _takes(single: ScriptRecord, taken: int, n: int) -> bool:
 
 
 def _first_steps(record: RankRecord, number: int) -> RankRecord:
-    return record._replace(
-        batches=record.batches[:number],
-        losses=record.losses[:number],
-        grads=record.grads[:number],
-        params=record.params[:number],
-        given=record.given[:number],
-        kept=record.kept[:number],
-        backwards=record.backwards[:number],
-        parts=record.parts[:number],
-        sends_in_step=record.sends_in_step[:number],
-        reduced_later=record.reduced_later[:number],
-    )
+    return record._replace(batches=record.batches[:number], steps=record.steps[:number])
 
 
 def _validate(
     name: str, single: ScriptRecord, repeated: ScriptRecord, ranks: Sequence[ScriptRecord]
 ) -> None:
     """Raise if the run in one process is no measure for the others."""
-    number = len(single.rank.params)
-    expected = len(ranks[0].rank.params)
+    number = len(single.rank.steps)
+    expected = len(ranks[0].rank.steps)
     if number > expected or (number < expected and not single.ended_by):
         raise PromiseError(
             f"certify: {name} must make as many steps in one process as in {len(ranks)}; got {number} "
             f"and {expected} with the same batches. Give the arguments of one process by --alone."
         )
-    if single.rank.losses != repeated.rank.losses:
+    losses = [step.loss for step in single.rank.steps]
+    repeated_losses = [step.loss for step in repeated.rank.steps]
+    if losses != repeated_losses:
         raise PromiseError(
             f"certify: {name} must draw nothing in its steps; got other losses with other seeds: "
-            f"{single.rank.losses} and {repeated.rank.losses}. Batches by a DataLoader and dropout "
+            f"{losses} and {repeated_losses}. Batches by a DataLoader and dropout "
             "of torch are taken care of; leave out other draws, as noise."
         )
 
@@ -374,9 +365,9 @@ def _numbers_text(numbers: Sequence[float]) -> str:
 
 def _rows_of_kept_gradients(mesh: str, single: RankRecord) -> list[CertificateRow]:
     """Return a row if a step begins with the gradients of the one before, in all runs."""
-    for step, names in enumerate(single.kept):
-        if names:
-            name = next(name for name in single.start if name in names)
+    for step, record in enumerate(single.steps):
+        if record.kept:
+            name = next(name for name in single.start if name in record.kept)
             text = (
                 f"step {step}: the gradient of {name} was not 0 when the step began, in the one "
                 "process too: call zero_grad() in each step"

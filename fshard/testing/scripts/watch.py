@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from fshard.testing.programs.parameters import (
     without_wrappers,
 )
 from fshard.testing.programs.precision import Sends, widen
-from fshard.testing.programs.record import RankRecord, may_reduce_gradients
+from fshard.testing.programs.record import RankRecord, StepRecord, may_reduce_gradients
 from fshard.testing.programs.uses import Uses
 from fshard.testing.scripts.devices import OnCpu
 from fshard.testing.scripts.draws import Draws
@@ -74,6 +75,25 @@ class Root(NamedTuple):
     uses: Uses
 
 
+@dataclass
+class _StepSoFar:
+    """What a script has done since its last step.
+
+    Args:
+        sends_of_backward: the number of elements that had been sent when the last backward ended.
+        sends_of_optimizer: the same when the optimizer began.
+    """
+
+    loss: float | None = None
+    backwards: int = 0
+    call_rows: list[int] = field(default_factory=list[int])
+    kept: frozenset[str] = frozenset()
+    grads: Tensors = field(default_factory=dict[str, Tensor])
+    given: Tensors = field(default_factory=dict[str, Tensor])
+    sends_of_backward: int = 0
+    sends_of_optimizer: int = 0
+
+
 class Watcher:
     """Watches the training in this process.
 
@@ -103,16 +123,8 @@ class Watcher:
         self.own_options: list[Options] = []
         self.steps_made = 0
         self.counts: list[int] = []
-        self._losses: list[float | None] = []
-        self._grads: list[Tensors] = []
-        self._given: list[Tensors] = []
-        self._params: list[Tensors] = []
-        self._kept: list[frozenset[str]] = []
-        self._backwards: list[int] = []
-        self._parts: list[list[int]] = []
+        self._records: list[StepRecord] = []
         self._batches: list[PyTree] = []
-        self._sends_in_step: list[int] = []
-        self._reduced_later: list[frozenset[str]] = []
 
         self._steps = steps
         self._mode = mode
@@ -127,14 +139,8 @@ class Watcher:
         self._awaits_update = False
         self._calls = calls
         self._number_of_calls = 0
-        # Of the step that is not there yet.
-        self._loss: float | None = None
-        self._backward = 0
-        self._parts_now: list[int] = []
-        self._sends_of_backward = 0
-        self._sends_of_optimizer = 0
+        self._now = _StepSoFar()
         self._taken: dict[int, Tensor] = {}
-        self._kept_now: frozenset[str] = frozenset()
 
         reader.before_first = self._begin_steps
         mode.before_backward = self._before_backward
@@ -162,7 +168,7 @@ class Watcher:
 
     def has_stepped(self) -> bool:
         """Return True if an optimizer has made a step."""
-        return bool(self._params)
+        return bool(self._records)
 
     def calls(self) -> list[RecordedCall]:
         """Return the collectives from the first batch to the last step."""
@@ -170,7 +176,7 @@ class Watcher:
 
     def record(self) -> RankRecord:
         """Return the training so far."""
-        number = len(self._params)
+        number = len(self._records)
         frozen: set[str] = set()
         tied: dict[str, str] = {}
         order: list[str] = []
@@ -186,31 +192,24 @@ class Watcher:
             batch_norm = batch_norm or local_batch_norm(module)
             order += [prefix + name for name in uses.names()]
             dtypes.update([x.dtype for _, x in named])
-        kept = self._kept[:number]
+        steps = self._records
         if len(self._optimizers) > 1:
-            kept = []  # each zeroes its own, some time before its backward
+            # Each zeroes its own gradients, some time before its backward.
+            steps = [step._replace(kept=frozenset()) for step in steps]
         # What is float32 was never used: all else is float64.
         low_dtypes = dtypes & {torch.bfloat16, torch.float16}
         return RankRecord(
             batches=self._batches[:number],
-            losses=self._losses[:number],
+            steps=steps,
             start=self.start,
-            grads=self._grads[:number],
-            params=self._params,
-            given=self._given[:number],
-            kept=kept,
             frozen=frozenset(frozen),
             tied=tied,
             sync_hint=hint,
             batch_norm=batch_norm,
             order=order,
-            backwards=self._backwards[:number],
-            parts=self._parts[:number],
             computed_in=frozenset(self._mode.in_forward | low_dtypes),
             rounded_in=frozenset(self._mode.elsewhere),
             sent_in=frozenset(self._sends.dtypes),
-            sends_in_step=self._sends_in_step[:number],
-            reduced_later=self._reduced_later[:number],
         )
 
     # -- forward -----------------------------------------------------------------------------------
@@ -283,7 +282,7 @@ class Watcher:
         """Note the rows of a call: of its first tensor that has a dim."""
         for x in flatten(given)[0]:
             if isinstance(x, Tensor) and x.ndim > 0:
-                self._parts_now.append(len(x))
+                self._now.call_rows.append(len(x))
                 return
 
     def _input(self, x: Any) -> Any:
@@ -305,7 +304,7 @@ class Watcher:
             return args, kwargs
         with DisableTorchFunction():
             if self._depth:
-                if not self._params:
+                if not self._records:
                     for root in self._roots:
                         root.uses.see([*args, *kwargs.values()])
                 return args, kwargs
@@ -330,16 +329,16 @@ class Watcher:
         with self._aside():
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 full = loss.full_tensor() if isinstance(loss, DTensor) else loss
-                self._loss = (self._loss or 0.0) + float(full.detach())
-            if not self._backward:
-                self._kept_now = frozenset(self._nonzero_gradients())
-            self._backward += 1
+                self._now.loss = (self._now.loss or 0.0) + float(full.detach())
+            if not self._now.backwards:
+                self._now.kept = frozenset(self._nonzero_gradients())
+            self._now.backwards += 1
 
     def _after_backward(self, is_backward: bool) -> None:
         self._depth -= 1
         if not is_backward:
             return
-        self._sends_of_backward = self._sends.elements
+        self._now.sends_of_backward = self._sends.elements
         with self._aside():
             self._taken = {}
             for root in self._roots:
@@ -373,30 +372,32 @@ class Watcher:
         with self._aside():
             self._set_options(optimizer)
             self._note_reading()
-            grads, given = self._gradients_of(optimizer)
-            self._grads.append(grads)
-            self._given.append(given)
-        self._losses.append(self._loss)
-        self._backwards.append(self._backward)
-        self._parts.append(self._parts_now)
-        self._kept.append(self._kept_now)
-        self._loss = None
-        self._backward = 0
-        self._parts_now = []
-        self._kept_now = frozenset()
-        self._sends_of_optimizer = self._sends.elements
+            self._now.grads, self._now.given = self._gradients_of(optimizer)
+        self._now.sends_of_optimizer = self._sends.elements
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth_of_step -= 1
         if self._depth_of_step:
             return
-        self._sends_in_step.append(self._sends.elements - self._sends_of_backward)
-        has_sent = self._sends.elements > self._sends_of_optimizer
+        now = self._now
+        has_sent = self._sends.elements > now.sends_of_optimizer
         may_reduce = has_sent and may_reduce_gradients(optimizer)
-        self._reduced_later.append(frozenset(self._given[-1]) if may_reduce else frozenset())
-        self._number_of_calls = len(self._calls)
         with self._aside():
-            self._params.append(self._full_params())
+            params = self._full_params()
+        step = StepRecord(
+            loss=now.loss,
+            grads=now.grads,
+            params=params,
+            given=now.given,
+            kept=now.kept,
+            backwards=now.backwards,
+            call_rows=now.call_rows,
+            sends=self._sends.elements - now.sends_of_backward,
+            reduced_later=frozenset(now.given) if may_reduce else frozenset(),
+        )
+        self._records.append(step)
+        self._now = _StepSoFar(sends_of_backward=now.sends_of_backward)
+        self._number_of_calls = len(self._calls)
         self._awaits_update = self._updates_other_tensors(optimizer)
 
         if optimizer is not self._optimizers[0]:
@@ -433,7 +434,7 @@ class Watcher:
             return
         self._awaits_update = False
         with self._aside():
-            self._params[-1] = self._full_params()
+            self._records[-1] = self._records[-1]._replace(params=self._full_params())
         if self._has_made_all():
             raise Finished
 
