@@ -33,10 +33,9 @@ class LossRule:
             "": [self._mean_by_rows(step) for step in steps],
             "the mean of the losses of ranks, whatever their rows": means,
         }
-        for name, n in run.counts().items():
-            if "size" in name:
-                shares = [None if x is None else x * n for x in means]
-                candidates[f"each rank returns a share of the loss: 1 / {name}"] = shares
+        for name, n in run.sizes().items():
+            shares = [None if x is None else x * n for x in means]
+            candidates[f"each rank returns a share of the loss: 1 / {name}"] = shares
         self._note = max(candidates, key=lambda note: self._steps_of_agreement(candidates[note]))
         self._values = candidates[self._note]
 

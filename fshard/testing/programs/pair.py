@@ -25,13 +25,18 @@ class RunPair(NamedTuple):
     layouts: Mapping[str, Slices]
     dtypes: Dtypes
 
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of axes, and of several axes together, by the words for them."""
+        axes = {name: size for name, size in self.axes.items() if size > 1}
+        sizes: dict[str, int] = {}
+        for n in range(1, len(axes) + 1):
+            for names in combinations(axes, n):
+                sizes[f"the size of {' x '.join(names)}"] = prod([axes[name] for name in names])
+        return sizes
+
     def counts(self) -> dict[str, int]:
         """Return the numbers by which a mistake may multiply, by their names."""
-        counts: dict[str, int] = {}
-        sizes = {name: size for name, size in self.axes.items() if size > 1}
-        for n in range(1, len(sizes) + 1):
-            for names in combinations(sizes, n):
-                counts[f"the size of {' x '.join(names)}"] = prod([sizes[name] for name in names])
+        counts = self.sizes()
         backwards = 1
         for rank in self.ranks:
             backwards = max([backwards, *[step.backwards for step in rank.steps]])

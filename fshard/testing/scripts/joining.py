@@ -44,7 +44,7 @@ class Joining(NamedTuple):
             elif key[0] is TRAINS:
                 loaders[key] = _dispatched(batches, ranks)
         inputs = self._joined([rank.inputs for rank in ranks])
-        losses = [rank.losses for rank in ranks if rank.losses]
+        losses = [rank.losses_name for rank in ranks if rank.losses_name]
         return Batches(
             loaders,
             ranks[0].lengths,

@@ -33,7 +33,7 @@ class Batches(NamedTuple):
         inputs: what models and losses got, in a script that reads no loader.
         samples: of each batch of a pass, before the loader put them together.
         targets: what the last stage of a pipeline got.
-        losses: the variable of the script whose list got the losses of the last stage.
+        losses_name: the variable of the script whose list got the losses of the last stage.
     """
 
     loaders: dict[Key, list[PyTree]]
@@ -41,7 +41,7 @@ class Batches(NamedTuple):
     inputs: list[PyTree]
     samples: dict[Key, list[Any]]
     targets: list[PyTree]
-    losses: str = ""
+    losses_name: str = ""
 
     def of_training(self) -> list[PyTree]:
         """Return the batches of the loader that the script trains on; else the inputs."""
@@ -79,7 +79,7 @@ class Reader:
 
         def iterate(loader: Any) -> Iterator[Any]:
             trains = torch.is_grad_enabled()
-            number = self._number(self._number_of, (trains, id(loader)), trains, loader)
+            number = self._number(loader, trains)
             done = self._passes.get((trains, number), 0)
             self._passes[trains, number] = done + 1
             return _Pass(self, (trains, number, done), original(loader), loader)
@@ -101,13 +101,13 @@ class Reader:
 
         return length
 
-    def _number(
-        self, numbers: dict[tuple[bool, int], int], key: tuple[bool, int], trains: bool, x: Any
-    ) -> int:
-        if key not in numbers:
-            self._alive.append(x)
-            numbers[key] = sum(kind == trains for kind, _ in numbers)
-        return numbers[key]
+    def _number(self, loader: Any, trains: bool) -> int:
+        """Return the number of a loader, among those for training or among the others."""
+        key = (trains, id(loader))
+        if key not in self._number_of:
+            self._alive.append(loader)
+            self._number_of[key] = sum(kind == trains for kind, _ in self._number_of)
+        return self._number_of[key]
 
     def batch(self, key: Key, number: int, own: _Own) -> Any:
         """Return the batch that a script gets from a loader, given the loader's own."""
@@ -157,7 +157,7 @@ class Reader:
             variables = sys._getframe(1).f_locals  # pyright: ignore[reportPrivateUsage]
             if losses is not None:
                 names = [name for name, value in variables.items() if value is losses]
-                self.read = self.read._replace(losses=names[0] if names else "")
+                self.read = self.read._replace(losses_name=names[0] if names else "")
 
             number = len(self.read.targets)
             if target is not None:
@@ -165,8 +165,9 @@ class Reader:
             elif self._replayed is not None and number < len(self._replayed.targets):
                 target = self._replayed.targets[number]
                 self.read.targets.append(target)
-                if losses is None and isinstance(variables.get(self._replayed.losses), list):
-                    losses = variables[self._replayed.losses]
+                of_last_stage = variables.get(self._replayed.losses_name)
+                if losses is None and isinstance(of_last_stage, list):
+                    losses = of_last_stage
             return original(schedule, *args, target=target, losses=losses, **kwargs)
 
         return step
@@ -174,10 +175,6 @@ class Reader:
     def has_loader(self) -> bool:
         """Return True if the script has read a batch for training from a loader."""
         return any(key[0] is TRAINS for key in self.read.loaders)
-
-    def count(self) -> int:
-        """Return the number of batches that were read for training."""
-        return len(self.read.of_training())
 
 
 class EndOfInputs(BaseException):

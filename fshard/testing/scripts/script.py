@@ -148,29 +148,36 @@ class _ScriptRuns(NamedTuple):
             text = f"the ranks have made {numbers} steps of optimizers"
             return _Verdict([_row(mesh, "steps", text)], [], 0)
 
-        start = _start_of(ranks, axes)
+        single, takes_more = self._single(ranks)
+        different = _rows_of_starts(mesh, ranks, single)
+        if different:
+            return _Verdict(different, [], 0)
+
+        # The one process may have ended earlier: then its steps alone are judged.
+        number = len(single.rank.steps)
+        records = [_first_steps(each.rank, number) for each in ranks]
+        rows = judge_ranks(axes, records, single.rank, dtype, parts, same)
+        if not takes_more:
+            rows = rows_of_microbatches(mesh, records, single.rank, rows)
+        rows += _rows_of_kept_gradients(mesh, single.rank)
+        if number < numbers[0]:
+            rows.append(_row_of_unjudged(mesh, number, single.ended_by))
+
+        notes = notes_on(axes, records, single.rank, dtype)
+        notes += _notes_on_options(ranks, single)
+        if ranks[0].steps < self.script.steps:
+            notes.append(f"The script ended after {ranks[0].steps} of {self.script.steps} steps.")
+        return _Verdict(rows, notes, min(single.steps, ranks[0].steps))
+
+    def _single(self, ranks: Sequence[ScriptRecord]) -> tuple[ScriptRecord, bool]:
+        """Run the script in one process; return also if a step takes more batches there."""
+        start = _start_of(ranks, self.joining.axes)
         single, repeated = self._alone(ranks, start, self.joining)
         takes_more = not single.counts or single.counts[0] > ranks[0].counts[0]
         if takes_more:
             single, repeated = self._in_turn(ranks, start, single)
         _validate(self.script.name, single, repeated, ranks)
-
-        different = _rows_of_starts(mesh, ranks, single)
-        if different:
-            return _Verdict(different, [], 0)
-        record = single.rank
-        number = len(record.steps)
-        records = [_first_steps(each.rank, number) for each in ranks]
-        rows = judge_ranks(axes, records, record, dtype, parts, same)
-        if not takes_more:
-            rows = rows_of_microbatches(mesh, records, record, rows)
-        rows += _rows_of_kept_gradients(mesh, record)
-        notes = [*notes_on(axes, records, record, dtype), *_notes_on_options(ranks, single)]
-        if number < numbers[0]:
-            rows.append(_row_of_unjudged(mesh, number, single.ended_by))
-        if ranks[0].steps < self.script.steps:
-            notes.append(f"The script ended after {ranks[0].steps} of {self.script.steps} steps.")
-        return _Verdict(rows, notes, min(single.steps, ranks[0].steps))
+        return single, takes_more
 
     def _in_turn(
         self, ranks: Sequence[ScriptRecord], start: Start, single: ScriptRecord

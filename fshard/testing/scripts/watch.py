@@ -236,9 +236,10 @@ class Watcher:
 
     def _see(self, module: nn.Module) -> None:
         """Note an outermost module that has parameters, with the values that they begin with."""
-        known = {id(p) for root in self._roots for p in root.module.parameters()}
+        known = self._ids_of_parameters()
         is_new = any(p.requires_grad and id(p) not in known for p in module.parameters())
-        if not is_new or any(root.module is module for root in self._roots):
+        is_root = any(root.module is module for root in self._roots)
+        if is_root or not is_new:
             return
         if not self._roots and not self._reader.has_loader():
             self._begin_steps()
@@ -419,11 +420,13 @@ class Watcher:
 
         The script copies them to the parameters after its step.
         """
-        updated = _ids_of(optimizer)
+        return not _ids_of(optimizer) & self._ids_of_parameters()
+
+    def _ids_of_parameters(self) -> set[int]:
+        ids: set[int] = set()
         for root in self._roots:
-            if any(id(p) in updated for p in root.module.parameters()):
-                return False
-        return True
+            ids.update(map(id, root.module.parameters()))
+        return ids
 
     def _end_update(self) -> None:
         """Take the parameters of the last step, which its optimizer did not update itself.
