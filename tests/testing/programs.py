@@ -1518,7 +1518,7 @@ WRONG = {  # program, axes, a leaf that diverges, a part of its reason
         local_statistics,
         {"data": 2},
         "loss",
-        "; 1 takes the mean and variance of the rows of each rank",
+        "; BatchNorm '1' takes the mean and variance of the rows of each rank",
     ),
     "regulariser on one rank": (
         regularised_on_one,

@@ -436,7 +436,7 @@ def test_batch_norm_must_take_statistics_of_all_rows(tmp_path, statistics):
 
     assert certificate.ok == (statistics == "all"), certificate
     if statistics == "each":
-        assert "1 takes the mean and variance of the rows of each rank" in certificate.first.reason
+        assert "BatchNorm '1' takes the mean and variance of the rows" in certificate.first.reason
 
 
 # -- collectives -----------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class LossRule:
         if not names or not axes:
             return ""
         return (
-            f"; {names[0]} takes the mean and variance of the rows of each rank, not of all: "
+            f"; BatchNorm {names[0]!r} takes the mean and variance of the rows of each rank: "
             "nn.SyncBatchNorm.convert_sync_batchnorm(model) gives those of all"
         )
 

@@ -55,7 +55,7 @@ class ProgramWorld(int):
     mesh: DeviceMesh
 
 
-class StepRecord(NamedTuple):
+class RankStep(NamedTuple):
     """One step of a process.
 
     Args:
@@ -100,7 +100,7 @@ class RankRecord(NamedTuple):
     """
 
     batches: Sequence[PyTree]
-    steps: Sequence[StepRecord] = ()
+    steps: Sequence[RankStep] = ()
     start: Mapping[str, Tensor] = {}
     frozen: frozenset[str] = frozenset()
     tied: Mapping[str, str] = {}
@@ -145,7 +145,7 @@ def record(
         start = full_tensors(run.model)
         frozen = frozen_names(run.model)
         tied = tied_names(run.model)
-        records: list[StepRecord] = []
+        records: list[RankStep] = []
         for i in range(steps):
             torch.manual_seed(run.seed)  # so that a loss that draws differs too
             if clears_gradients:
@@ -177,7 +177,7 @@ def batches_alone(
         return [_leaf_copies(batch) for batch in run.batches]
 
 
-def _record_of_step(run: _BegunProgram, batch: PyTree) -> StepRecord:
+def _record_of_step(run: _BegunProgram, batch: PyTree) -> RankStep:
     """Run one step, and record what it does."""
     run.watch.backwards = 0
     optimizer_grads = _OptimizerGradients(run.model, run.sends)
@@ -198,7 +198,7 @@ def _record_of_step(run: _BegunProgram, batch: PyTree) -> StepRecord:
         run.step()
         sends = run.sends.elements - sends_before
         reduced_later = optimizer_grads.reduced_later()
-    return StepRecord(
+    return RankStep(
         loss=None if loss is None else float(loss),
         grads=grads,
         params=full_tensors(run.model),

@@ -1,6 +1,6 @@
 """`Draws`: the seeds of generators, which two runs in one process have unlike in their steps.
 
-    before the first batch or forward    run 0   seed 5    run 1   seed 5       as the script says
+    before the first batch or forward    run 0   seed 5    run 1   seed 5
     after it                             run 0   seed 5    run 1   seed 1005
 
 What is drawn in a step differs in the two runs, and so does the loss, which shows it. What is drawn
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fshard.testing.scripts.replacing import Table
+from fshard.testing.scripts.replacing import Replacements
 
 
 class Draws:
@@ -44,7 +44,7 @@ class Draws:
             self._has_begun = True
             self.seed()  # by the functions of the table, which add the shift
 
-    def table(self) -> Table:
+    def table(self) -> Replacements:
         """Return the replacements of the functions that seed."""
         names = ("torch:manual_seed", "torch.random:manual_seed", "random:seed")
         return dict.fromkeys([*names, "numpy.random:seed"], self._shifted)

@@ -17,14 +17,14 @@ from typing import Any
 MakeReplacement = Callable[[Any], Any]
 """Returns the replacement of a value."""
 
-Table = Mapping[str, MakeReplacement]
+Replacements = Mapping[str, MakeReplacement]
 """By names of values: the module, a colon, and attributes, as in `torch.nn:Module.to`."""
 
 
 @contextmanager
-def replaced(table: Table) -> Generator[None]:
+def replaced(table: Replacements) -> Generator[None]:
     """Replace values in the block: now, or when their module is imported."""
-    later: dict[str, Table] = {}
+    later: dict[str, Replacements] = {}
     with ExitStack() as stack:
         for name, make in table.items():
             module, _, path = name.partition(":")
@@ -60,7 +60,7 @@ def _replace(module: ModuleType, path: str, make: MakeReplacement) -> Callable[[
 class _AfterImport(MetaPathFinder):
     """Replaces values of modules as soon as a script imports them."""
 
-    def __init__(self, tables: Mapping[str, Table], stack: ExitStack) -> None:
+    def __init__(self, tables: Mapping[str, Replacements], stack: ExitStack) -> None:
         self._tables = tables
         self._stack = stack
         self._searched = set[str]()

@@ -22,7 +22,7 @@ from fshard.testing.programs.record import RankRecord, any_comm_hook, axes_neede
 from fshard.testing.scripts.devices import OnCpu
 from fshard.testing.scripts.draws import Draws
 from fshard.testing.scripts.loaders import Batches, EndOfInputs, Reader
-from fshard.testing.scripts.replacing import MakeReplacement, Table, replaced
+from fshard.testing.scripts.replacing import MakeReplacement, Replacements, replaced
 from fshard.testing.scripts.substitutions import Place, table
 from fshard.testing.scripts.watch import Finished, Options, Start, Watcher
 from fshard.testing.verdicts import float64_by_default
@@ -98,7 +98,6 @@ def _run(
     mode = OnCpu()
     reader = Reader(replayed)
     sends = Sends()
-    ended_by = ""
     draws.seed()
     with ExitStack() as stack:
         calls: list[RecordedCall] = []
@@ -114,19 +113,8 @@ def _run(
         stack.enter_context(replaced(rows))
         for handle in watcher.hooks():
             stack.callback(handle.remove)
-        try:
-            with mode:
-                runpy.run_path(script.path, run_name="__main__")
-        except (Finished, EndOfInputs):
-            pass
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                raise _error(script, place, error, output) from None
-        except Exception as error:
-            failure = _error(script, place, error, output)
-            if not (place.is_alone and watcher.has_stepped()):
-                raise failure from None
-            ended_by = str(failure)
+        with mode:
+            ended_by = _execute(script, place, watcher, output)
         watcher.end()
         _wait_for_others(place)
 
@@ -143,7 +131,27 @@ def _run(
     )
 
 
-def _of_watcher(watcher: Watcher, reader: Reader) -> Table:
+def _execute(script: Script, place: Place, watcher: Watcher, output: Path) -> str:
+    """Run a script to its end or its last step.
+
+    Return the error that has ended it in one process after its first steps, else "".
+    """
+    try:
+        runpy.run_path(script.path, run_name="__main__")
+    except (Finished, EndOfInputs):
+        pass
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise _error(script, place, error, output) from None
+    except Exception as error:
+        failure = _error(script, place, error, output)
+        if not (place.is_alone and watcher.has_stepped()):
+            raise failure from None
+        return str(failure)
+    return ""
+
+
+def _of_watcher(watcher: Watcher, reader: Reader) -> Replacements:
     """Return the replacements by which a script is watched."""
     rows: dict[str, MakeReplacement] = {
         "torch.nn:Module._call_impl": watcher.call,  # global hooks see no keywords

@@ -25,7 +25,7 @@ from fshard.testing.scripts.devices import (
     generator_on_cpu,
     on_cpu,
 )
-from fshard.testing.scripts.replacing import MakeReplacement, Table
+from fshard.testing.scripts.replacing import MakeReplacement, Replacements
 
 
 class Place(NamedTuple):
@@ -47,7 +47,7 @@ class Place(NamedTuple):
         return self.size == 1
 
 
-def table(place: Place) -> Table:
+def table(place: Place) -> Replacements:
     """Return what is substituted while a script runs."""
     return {
         **_processes(place),
@@ -111,7 +111,7 @@ def _returning(value: Any) -> MakeReplacement:
 # -- processes -------------------------------------------------------------------------------------
 
 
-def _processes(place: Place) -> Table:
+def _processes(place: Place) -> Replacements:
     join = _init_process_group(place)
     without_nccl: dict[str, Any] = {"backend": None, "pg_options": None, "device_id": None}
     if place.is_alone:
@@ -161,7 +161,7 @@ def _spawn(place: Place) -> MakeReplacement:
 # -- meshes ----------------------------------------------------------------------------------------
 
 
-def _meshes(place: Place) -> Table:
+def _meshes(place: Place) -> Replacements:
     """Return the substitutions of meshes: of CPUs, and of size 1 in the run in one process."""
     init_device_mesh = _changing(device_type=on_cpu, mesh_shape=_shape(place))
     return {
@@ -197,14 +197,14 @@ def _ranks(place: Place) -> Callable[[Any], Any]:
 # -- devices ---------------------------------------------------------------------------------------
 
 
-def _devices(place: Place) -> Table:
+def _devices(place: Place) -> Replacements:
     """Return the substitutions of what `OnCpu` does not see: it sees functions of tensors alone."""
     rows: dict[str, MakeReplacement] = {
         "torch:Generator": generator_on_cpu,
         "torch.nn:Module.to": _module_to,
         # `with torch.device(...)` and set_default_device are modes below all others.
         "torch.utils._device:DeviceContext.__init__": _changing(device=on_cpu),
-        # A checkpoint says on which device each tensor was.
+        # A checkpoint has the device on which each tensor was.
         "torch:load": _setting(map_location="cpu"),
         "torch.nn.parallel:DistributedDataParallel.__init__": _setting(
             device_ids=None, output_device=None
@@ -235,7 +235,7 @@ def _module_to(original: Any) -> Any:
 # -- loaders ---------------------------------------------------------------------------------------
 
 
-def _loaders() -> Table:
+def _loaders() -> Replacements:
     """Return loaders without workers: these would be processes of a process, and pin memory."""
     init = _setting(
         num_workers=0,
@@ -256,7 +256,7 @@ def _loaders() -> Table:
 # -- precision -------------------------------------------------------------------------------------
 
 
-def _precision() -> Table:
+def _precision() -> Replacements:
     return {
         "torch.distributed.fsdp:MixedPrecisionPolicy.__init__": _policy_init,
         "torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor": _set_divide_factor,
@@ -292,7 +292,7 @@ def _set_divide_factor(original: Any) -> Any:
 # -- compilers -------------------------------------------------------------------------------------
 
 
-def _compilers() -> Table:
+def _compilers() -> Replacements:
     return {
         "torch:compile": _compile,
         "torch.nn:Module.compile": _returning(None),
@@ -311,7 +311,7 @@ def _compile(original: Any) -> Any:
 # -- dropout ---------------------------------------------------------------------------------------
 
 
-def _dropout() -> Table:
+def _dropout() -> Replacements:
     """Return functions without dropout, which each process draws otherwise."""
     rows: dict[str, MakeReplacement] = {
         "torch.nn.functional:scaled_dot_product_attention": _attention,
@@ -353,7 +353,7 @@ def _attention(original: Any) -> Any:
 # -- BatchNorm -------------------------------------------------------------------------------------
 
 
-def _batch_norm() -> Table:
+def _batch_norm() -> Replacements:
     """Return SyncBatchNorm on CPUs, which torch has for GPUs alone, and refuses in its wrapper."""
     return {
         "torch.nn:SyncBatchNorm.forward": _sync_batch_norm,
@@ -403,7 +403,7 @@ def _update_running_statistics(module: Any, mean: Tensor, variance: Tensor) -> N
 # -- libraries -------------------------------------------------------------------------------------
 
 
-def _libraries(place: Place) -> Table:
+def _libraries(place: Place) -> Replacements:
     """Return constructors that count no GPUs, and no mixed precision: it may need a GPU."""
     fabric = _setting(accelerator="cpu", devices=place.size, num_nodes=1, precision="32-true")
     return {

@@ -39,7 +39,7 @@ from fshard.testing.programs.parameters import (
     without_wrappers,
 )
 from fshard.testing.programs.precision import Sends, widen
-from fshard.testing.programs.record import RankRecord, StepRecord, may_reduce_gradients
+from fshard.testing.programs.record import RankRecord, RankStep, may_reduce_gradients
 from fshard.testing.programs.uses import Uses
 from fshard.testing.scripts.devices import OnCpu
 from fshard.testing.scripts.draws import Draws
@@ -77,7 +77,7 @@ class Root(NamedTuple):
 
 @dataclass
 class _StepSoFar:
-    """What a script has done since its last step.
+    """The work of a script since its last step.
 
     Args:
         sends_of_backward: the number of elements that had been sent when the last backward ended.
@@ -123,7 +123,7 @@ class Watcher:
         self.own_options: list[Options] = []
         self.steps_made = 0
         self.counts: list[int] = []
-        self._records: list[StepRecord] = []
+        self._records: list[RankStep] = []
         self._batches: list[PyTree] = []
 
         self._steps = steps
@@ -385,7 +385,7 @@ class Watcher:
         may_reduce = has_sent and may_reduce_gradients(optimizer)
         with self._aside():
             params = self._full_params()
-        step = StepRecord(
+        step = RankStep(
             loss=now.loss,
             grads=now.grads,
             params=params,
@@ -431,7 +431,7 @@ class Watcher:
     def _end_update(self) -> None:
         """Take the parameters of the last step, which its optimizer did not update itself.
 
-        They are updated before the script does what comes next: a forward, or a step.
+        They are updated before the next forward or step of the script.
         """
         if not self._awaits_update:
             return
