@@ -198,7 +198,7 @@ def _runs(
     alone = None
     if alone_begun is not None:
         (alone,) = alone_begun.result()
-    batches = joined_batches(ranks, axes, splits, alone)
+    batches = joined_batches([rank.batches for rank in ranks], axes, splits, alone)
 
     # Twice, with other seeds, to see what the program draws without a seed of its own; and with
     # gradients that are set to zero, to see whether the program does it.

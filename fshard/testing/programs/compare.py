@@ -67,7 +67,7 @@ def _rows_of_equal_batches(
     """Return a row for each axis of data along which batches are equal, unless that is meant."""
     rows: list[CertificateRow] = []
     mesh = mesh_text(axes)
-    for name in equal_axes(ranks, axes):
+    for name in equal_axes([rank.batches for rank in ranks], axes):
         if name in DATA_AXES and name not in same:
             reason = (
                 f"step 0: batches are equal along {name}: each rank reads the same rows. Let each "
@@ -101,7 +101,7 @@ def notes_on(
 ) -> list[str]:
     """Return what a reader of the verdict must know besides."""
     notes: list[str] = []
-    for name in equal_axes(ranks, axes):
+    for name in equal_axes([rank.batches for rank in ranks], axes):
         notes.append(f"Batches are equal along {name}, so its ranks count as replicas.")
     repeated, rows = repeated_rows(ranks, axes)
     if repeated:

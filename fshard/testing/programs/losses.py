@@ -101,7 +101,7 @@ class LossRule:
     def _batch_norm_text(self) -> str:
         """Describe BatchNorm that takes the statistics of a part of the rows; "" if there is none."""
         names = [rank.batch_norm for rank in self._run.ranks if rank.batch_norm]
-        equal = equal_axes(self._run.ranks, self._run.axes)
+        equal = equal_axes([rank.batches for rank in self._run.ranks], self._run.axes)
         axes = [name for name, n in self._run.axes.items() if n > 1 and name not in equal]
         if not names or not axes:
             return ""

@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 
 from fshard.mesh.layout import PyTree, flatten, unflatten
-from fshard.testing.programs.batches import Axes, coordinates_of, equal_axes, joined_batches
-from fshard.testing.programs.record import RankRecord
+from fshard.testing.programs.batches import (
+    Axes,
+    are_all_equal,
+    are_equal,
+    coordinates_of,
+    equal_axes,
+    has_rows,
+    joined_batches,
+)
 from fshard.testing.scripts.loaders import TRAINS, Batches, Key, Uncollated
 
 
@@ -72,8 +78,7 @@ class Joining(NamedTuple):
         self, batches: Sequence[list[PyTree]], samples: Sequence[list[Any]], number: int
     ) -> list[PyTree]:
         """Return the samples of all processes; of those whose batches are equal, of one."""
-        records = [_record(flatten(each[:number])[0]) for each in batches]
-        equal = equal_axes(records, self.axes)
+        equal = equal_axes([each[:number] for each in batches], self.axes)
         members: list[int] = []
         for rank, coordinates in enumerate(coordinates_of(self.axes)):
             repeats = [i for i, name in zip(coordinates, self.axes, strict=True) if name in equal]
@@ -101,25 +106,32 @@ class Joining(NamedTuple):
         if len({len(leaves) for leaves in leaves_of_ranks}) > 1:
             raise ValueError("certify: the batches of processes must have the same structure.")
         columns = [*zip(*leaves_of_ranks, strict=True)]
-        rows: set[int] = set()
-        for column in columns:
-            if not _are_equal(column):
-                rows.update([len(x) for x in column if _has_rows(x)])
-        kept: dict[int, Any] = {}
-        for position, column in enumerate(columns):
-            # A mask that all rows share is no rows, and a text is nothing to compute with.
-            is_shared = not _has_rows(column[0]) or len(column[0]) not in rows
-            is_text = isinstance(column[0], str)
-            if is_text or (is_shared and _are_equal(column)):
-                kept[position] = column[0]
-
-        records: list[RankRecord] = []
+        kept = _leaves_of_all_rows(columns)
+        others: list[list[PyTree]] = []
         for leaves in leaves_of_ranks:
-            records.append(_record([x for i, x in enumerate(leaves) if i not in kept]))
-        (leaves_of_all,) = joined_batches(records, self.axes, self.splits)
+            others.append([[x for i, x in enumerate(leaves) if i not in kept]])
+        (leaves_of_all,) = joined_batches(others, self.axes, self.splits)
         joined = iter(leaves_of_all)
         leaves = [kept[i] if i in kept else next(joined) for i in range(len(columns))]
         return cast(list[PyTree], unflatten(structure, leaves))
+
+
+def _leaves_of_all_rows(columns: Sequence[Sequence[Any]]) -> dict[int, Any]:
+    """Return the leaves that are not joined, by their positions.
+
+    A mask that all rows share is no rows, and a text is nothing to compute with.
+    """
+    rows: set[int] = set()
+    for column in columns:
+        if not are_all_equal(column):
+            rows.update([len(x) for x in column if has_rows(x)])
+    leaves: dict[int, Any] = {}
+    for position, column in enumerate(columns):
+        first = column[0]
+        is_shared = not has_rows(first) or len(first) not in rows
+        if isinstance(first, str) or (is_shared and are_all_equal(column)):
+            leaves[position] = first
+    return leaves
 
 
 def _dispatched(batches: Sequence[PyTree], ranks: Sequence[Batches]) -> list[PyTree]:
@@ -129,7 +141,7 @@ def _dispatched(batches: Sequence[PyTree], ranks: Sequence[Batches]) -> list[PyT
     """
     n = len(ranks)
     of_one = [rank.inputs[0] for rank in ranks[1:] if rank.inputs]
-    of_batch = [x for x in flatten(list(batches[:1]))[0] if _has_rows(x)]
+    of_batch = [x for x in flatten(list(batches[:1]))[0] if has_rows(x)]
     if of_one and of_batch and len(of_batch[0]) == n * len(cast(Tensor, of_one[0])):
         return list(batches)
     groups = [batches[i : i + n] for i in range(0, len(batches), n)]
@@ -150,13 +162,9 @@ def _different(lists: Sequence[Sequence[PyTree]]) -> list[Sequence[PyTree]]:
     different: list[Sequence[PyTree]] = []
     for batches in lists:
         leaves = flatten(batches)[0]
-        if not any(_are_equal_lists(leaves, flatten(others)[0]) for others in different):
+        if not any(are_equal(leaves, flatten(others)[0]) for others in different):
             different.append(batches)
     return different
-
-
-def _are_equal_lists(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
-    return len(xs) == len(ys) and all(map(_are_equal, zip(xs, ys, strict=True)))
 
 
 def _joined_targets(ranks: Sequence[Batches]) -> list[PyTree]:
@@ -169,25 +177,6 @@ def _joined_targets(ranks: Sequence[Batches]) -> list[PyTree]:
 
 def _in_one(batches: Sequence[PyTree]) -> PyTree:
     """Return several batches as one."""
-    records = [_record(flatten(batch)[0]) for batch in batches]
-    (leaves,) = joined_batches(records, {"ranks": len(batches)})
-    return unflatten(flatten(batches[0])[1], list(leaves))
-
-
-def _record(leaves: Sequence[Any]) -> RankRecord:
-    return RankRecord(batches=[leaves])
-
-
-def _has_rows(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.ndim > 0
-
-
-def _are_equal(column: Sequence[Any]) -> bool:
-    first = column[0]
-    for x in column[1:]:
-        if isinstance(first, Tensor):
-            if not isinstance(x, Tensor) or not torch.equal(first, x):
-                return False
-        elif x != first:
-            return False
-    return True
+    _, structure = flatten(batches[0])
+    (leaves,) = joined_batches([[batch] for batch in batches], {"ranks": len(batches)})
+    return unflatten(structure, list(leaves))
