@@ -2,7 +2,7 @@
 
 certify        compares a sharded training run with one on one device: of loss functions, modules
                and optimizers
-programs       certifies a program of plain torch.distributed: `certify_program`, `fshard certify`
+programs       certifies a program of plain torch.distributed: `certify_program`
 scripts        certifies a training script as it is: `certify_script`
 exercises      of the notebooks, graded by the program: `exercise`
 kill           kills devices at chosen moments: `kill`, `moments`
