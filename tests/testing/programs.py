@@ -1530,7 +1530,7 @@ WRONG = {  # program, axes, a leaf that diverges, a part of its reason
         clipped_by_shards,
         {"data": 2},
         "0.weight",
-        "in shard 1 of its rows along data: does the norm for clipping differ?",
+        "in shard 1 of its rows along data: does the norm for",
     ),
     "loss by the rank's number": (numbers_of_ranks, {"data": 2}, "loss", "the loss is"),
 }

@@ -401,6 +401,50 @@ def test_updates_of_shards_in_tensors_of_no_module_are_judged(tmp_path, bug, rea
         assert certificate.first is not None and reason in certificate.first.reason
 
 
+# -- FullyShardedDataParallel ----------------------------------------------------------------------
+
+FULLY_SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+torch.manual_seed(0)
+model = FullyShardedDataParallel(
+    nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+    device_id=rank,
+    use_orig_params=True,
+    mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
+)
+opt = torch.optim.AdamW(model.parameters(), 0.01)
+data = TensorDataset(torch.randn(16, 6))
+for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data)):
+    opt.zero_grad()
+    model(x.cuda()).square().mean().backward()
+    if sys.argv[1] == "all":
+        model.clip_grad_norm_(0.05)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize("norm", ["all", "shards"])
+def test_fully_sharded_data_parallel_computes_in_float64_on_cpus(tmp_path, norm):
+    file = tmp_path / "train.py"
+    file.write_text(FULLY_SHARDED)
+
+    certificate = certify_script(file, DATA, [norm])
+
+    assert certificate.ok == (norm == "all"), certificate
+    if norm == "shards":
+        assert "times that of one device" in certificate.first.reason
+
+
 # -- BatchNorm -------------------------------------------------------------------------------------
 
 CONVOLUTION = """

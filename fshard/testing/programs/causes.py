@@ -12,7 +12,7 @@ from torch import Tensor
 from fshard.rounding import bound_of
 from fshard.testing.programs.batches import rows_at
 from fshard.testing.programs.pair import RunPair
-from fshard.testing.verdicts import SOME_TIMES, Comparison, constant_factor, number_text
+from fshard.testing.verdicts import Comparison, constant_factor, number_text
 
 
 def regulariser_text(run: RunPair, gradient: Comparison) -> str:
@@ -79,8 +79,8 @@ def factors_of_shards_text(run: RunPair, given: Comparison) -> str:
             for number, factor in enumerate(factors):
                 texts.append(f"times {number_text(factor, given.tolerance)} in shard {number}")
             return (
-                f"{SOME_TIMES}{', '.join(texts)} of its rows along {axis}: does the norm for "
-                "clipping differ?"
+                f"is that of one device {' and '.join(texts)} of its rows along {axis}: does the "
+                "norm for clipping differ?"
             )
     return ""
 

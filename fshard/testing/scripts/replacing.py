@@ -45,14 +45,15 @@ def _replace(module: ModuleType, path: str, make: MakeReplacement) -> Callable[[
     for each in owners:
         owner = getattr(owner, each)
     is_inherited = name not in vars(owner)
-    original = getattr(owner, name)
-    setattr(owner, name, make(original))
+    # A method as the class has it: `getattr` returns a function that may be bound to no object.
+    stored = vars(owner).get(name)
+    setattr(owner, name, make(getattr(owner, name)))
 
     def undo() -> None:
         if is_inherited:
             delattr(owner, name)
         else:
-            setattr(owner, name, original)
+            setattr(owner, name, stored)
 
     return undo
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +77,7 @@ def _setting(**values: Any) -> MakeReplacement:
         signature = inspect.signature(function)
         known = {name: value for name, value in values.items() if name in signature.parameters}
 
+        @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs)
             given.arguments.update(known)
@@ -91,6 +94,7 @@ def _changing(**changes: Callable[[Any], Any]) -> MakeReplacement:
     def make(function: Any) -> Any:
         signature = inspect.signature(function)
 
+        @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs)
             for name, change in changes.items():
@@ -209,7 +213,7 @@ def _devices(place: Place) -> Replacements:
         "torch.nn.parallel:DistributedDataParallel.__init__": _setting(
             device_ids=None, output_device=None
         ),
-        "torch.distributed.fsdp:FullyShardedDataParallel.__init__": _setting(device_id=None),
+        "torch.distributed.fsdp:FullyShardedDataParallel.__init__": _fully_sharded_init,
         "torch.amp.autocast_mode:autocast.__init__": _changing(device_type=on_cpu),
         "torch.cuda:Stream": lambda _: StreamInOrder,
         "torch.cuda:Event": lambda _: StreamInOrder,
@@ -219,6 +223,12 @@ def _devices(place: Place) -> Replacements:
     for name, value in functions_of_cuda(place.rank, place.size).items():
         rows[f"torch.cuda:{name}"] = _returning(value)
     return rows
+
+
+def _fully_sharded_init(original: Any) -> Any:
+    # Without a device it takes the accelerator, of which there is none.
+    with_device = _setting(device_id=torch.device("cpu"))(original)
+    return _changing(mixed_precision=_mixed_precision_in_float64)(with_device)
 
 
 def _module_to(original: Any) -> Any:
@@ -271,12 +281,25 @@ def _policy_init(original: Any) -> Any:
     """
 
     def init(policy: Any, param_dtype: Any = None, reduce_dtype: Any = None, **others: Any) -> None:
-        computed = param_dtype or torch.float32
-        is_lower = reduce_dtype is not None and reduce_dtype.itemsize < computed.itemsize
         others.pop("output_dtype", None)
-        original(policy, None, reduce_dtype if is_lower else None, **others)
+        original(policy, None, _lower_reduce_dtype(param_dtype, reduce_dtype), **others)
 
     return init
+
+
+def _mixed_precision_in_float64(policy: Any) -> Any:
+    """Return the same for FullyShardedDataParallel, whose policies are made before their use."""
+    if policy is None:
+        return None
+    reduce_dtype = _lower_reduce_dtype(policy.param_dtype, policy.reduce_dtype)
+    return replace(policy, param_dtype=None, reduce_dtype=reduce_dtype, buffer_dtype=None)
+
+
+def _lower_reduce_dtype(param_dtype: Any, reduce_dtype: Any) -> Any:
+    """Return a dtype in which gradients are reduced, if it is lower than what is computed in."""
+    computed = param_dtype or torch.float32
+    is_lower = reduce_dtype is not None and reduce_dtype.itemsize < computed.itemsize
+    return reduce_dtype if is_lower else None
 
 
 def _set_divide_factor(original: Any) -> Any:

@@ -133,6 +133,7 @@ class Watcher:
         self._draws = draws
         self._start_of_all = start
         self._roots: list[Root] = []
+        self._tied: dict[str, str] = {}
         self._optimizers: list[Optimizer] = []
         self._depth = 0
         self._depth_of_step = 0
@@ -178,7 +179,6 @@ class Watcher:
         """Return the training so far."""
         number = len(self._records)
         frozen: set[str] = set()
-        tied: dict[str, str] = {}
         order: list[str] = []
         dtypes: set[torch.dtype] = set()
         hint = ""
@@ -186,8 +186,6 @@ class Watcher:
         for prefix, module, uses in self._roots:
             named = named_parameters(module)
             frozen.update([prefix + name for name, x in named if not x.requires_grad])
-            for name, first in tied_names(module).items():
-                tied[prefix + name] = prefix + first
             hint = hint or sync_hint(module)
             batch_norm = batch_norm or local_batch_norm(module)
             order += [prefix + name for name in uses.names()]
@@ -203,7 +201,7 @@ class Watcher:
             steps=steps,
             start=self.start,
             frozen=frozenset(frozen),
-            tied=tied,
+            tied=self._tied,
             sync_hint=hint,
             batch_norm=batch_norm,
             order=order,
@@ -252,6 +250,8 @@ class Watcher:
             _copy_in(module, prefix, self._start_of_all)
             values = full_values(module)
         self._roots.append(Root(prefix, module, Uses(module)))
+        for name, first in tied_names(module).items():
+            self._tied[prefix + name] = prefix + first
         self.start.update({prefix + name: x for name, x in values.items()})
         self.buffers.update({prefix + name: x for name, x in buffers.items()})
 
