@@ -30,8 +30,8 @@ def regulariser_text(run: RunPair, gradient: Comparison) -> str:
         return ""
     times = number_text(factor, gradient.tolerance)
     return (
-        f"; the difference is {times} times the parameter: has the loss of each rank the regulariser "
-        "that the one process has?"
+        f"; the difference is {times} times the parameter: has the loss of each rank the "
+        "regulariser that the one process has?"
     )
 
 
@@ -57,13 +57,13 @@ def rows_text(run: RunPair, step: int) -> str:
         return ""
     numbers = ", ".join([str(n) for n in rows])
     return (
-        f"; a mean of means? Ranks have {numbers} rows, and the mean of their losses by rows is that "
-        "of one process, not the mean over ranks"
+        f"; a mean of means? Ranks have {numbers} rows, and the mean of their losses by rows is "
+        "that of one process, not the mean over ranks"
     )
 
 
 def factors_of_shards_text(run: RunPair, given: Comparison) -> str:
-    """Describe a full gradient of which the shards of rows have a factor each; "" if they have none.
+    """Describe a full gradient whose shards of rows have a factor each; "" if they have none.
 
     A DTensor is gathered before it is compared, so its shards are found by the factors.
     """

@@ -16,8 +16,8 @@ from fshard.testing.verdicts import Comparison, Shards
 class LossRule:
     """The number of the losses of ranks that is the loss of one process, in all steps.
 
-    It is their mean by rows, their mean or a sum of shares: the first that agrees in the most steps,
-    counted from the first one. Later steps differ in any case if a gradient is wrong.
+    It is their mean by rows, their mean or a sum of shares: the first that agrees in the most
+    steps, counted from the first one. Later steps differ in any case if a gradient is wrong.
     """
 
     def __init__(self, run: RunPair) -> None:
@@ -51,7 +51,7 @@ class LossRule:
         return sum(losses.values()) / len(losses) if losses else None
 
     def _steps_of_agreement(self, values: Sequence[float | None]) -> int:
-        """Return the number of steps before the first in which a loss is not that of one process."""
+        """Return the number of steps before the first in which the losses differ."""
         for step, value in enumerate(values):
             if not all(comparison.is_within_bound() for comparison in self._compared(step, value)):
                 return step
@@ -99,7 +99,7 @@ class LossRule:
         return ""
 
     def _batch_norm_text(self) -> str:
-        """Describe BatchNorm that takes the statistics of a part of the rows; "" if there is none."""
+        """Describe BatchNorm that takes the statistics of some rows; "" if there is none."""
         names = [rank.batch_norm for rank in self._run.ranks if rank.batch_norm]
         equal = equal_axes([rank.batches for rank in self._run.ranks], self._run.axes)
         axes = [name for name, n in self._run.axes.items() if n > 1 and name not in equal]

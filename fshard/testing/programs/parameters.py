@@ -169,7 +169,7 @@ def without_wrappers(name: str) -> str:
 
 
 def local_batch_norm(model: Any) -> str:
-    """Return the name of the first BatchNorm that takes statistics of this process; "" if none does."""
+    """Return the name of the first BatchNorm with statistics of this process; "" without one."""
     if not isinstance(model, nn.Module):
         return ""
     for name, module in model.named_modules():

@@ -33,9 +33,9 @@ from fshard.torch_collectives import Recording
 
 UNSEEN = (
     "The script ran on CPUs over gloo, in float64, without mixed precision, dropout and "
-    "torch.compile, with the learning rates of the processes. It does not see: other batches and later steps, "
-    "buffers such as BatchNorm's, random draws, an error that one process makes too, and processes "
-    "that load equal batches along an axis, which count as one."
+    "torch.compile, with the learning rates of the processes. It does not see: other batches and "
+    "later steps, buffers such as BatchNorm's, random draws, an error that one process makes too, "
+    "and processes that load equal batches along an axis, which count as one."
 )
 
 
