@@ -389,7 +389,7 @@ for step in range(5):
     ],
 )
 def test_updates_of_shards_in_tensors_of_no_module_are_judged(tmp_path, bug, reason):
-    """ZeRO-1 by hand: the optimizer updates a flat shard, which is gathered into parameters later."""
+    """Hand-written ZeRO-1: the optimizer updates a flat shard, which is gathered into parameters later."""
     file = tmp_path / "train.py"
     file.write_text(ZERO)
 
