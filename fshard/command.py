@@ -17,7 +17,7 @@ from fshard.explore import command as explore
 from fshard.laboratory import command as lab
 from fshard.launching.torchrun import run
 from fshard.plan.command import run_calibrate, run_plan
-from fshard.testing.programs import command as certify
+from fshard.testing import certify_command as certify
 
 USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard doctor [--processes N] [--device cpu|cuda] [--json]

@@ -426,13 +426,13 @@ FELT_FOR = {
     "checkpoint/save.py": "Python: the last error of a thread",
     "memory/limit.py": "torch: __torch_dispatch__, which its stubs annotate wrongly",
     "plan/program.py": "transformers: layers of experts",
+    "testing/certify_command.py": "Python: notes of errors",
     "testing/plugin.py": "pytest and Python: fixtures, notes of errors",
-    "testing/programs/command.py": "Python: notes of errors",
-    "testing/programs/loaders.py": "torch: the fetcher of a loader; named tuples",
     "testing/programs/precision.py": "torch: the modules of its functions",
     "testing/programs/record.py": "transformers: the loss of an output",
     "testing/programs/uses.py": "torch: reads of attributes",
-    "testing/programs/watch.py": "torch: reads of attributes, wrappers of modules",
+    "testing/scripts/loaders.py": "torch: the fetcher of a loader; named tuples",
+    "testing/scripts/watch.py": "torch: reads of attributes, wrappers of modules",
 }
 
 

@@ -2,8 +2,8 @@
 
 certify        compares a sharded training run with one on one device: of loss functions, modules
                and optimizers
-programs       certifies a program or a script of plain torch.distributed: `certify_program`,
-               `certify_script`, `fshard certify`
+programs       certifies a program of plain torch.distributed: `certify_program`
+scripts        certifies a training script as it is: `certify_script`
 exercises      of the notebooks, graded by the program: `exercise`
 kill           kills devices at chosen moments: `kill`, `moments`
 processes      runs a function in several processes: `run_processes(fn, n)`
@@ -27,7 +27,8 @@ from fshard.testing.exercises import exercise
 from fshard.testing.grading import Exercise
 from fshard.testing.kill import kill, moments
 from fshard.testing.processes import Processes, run_processes
-from fshard.testing.programs import certify_program, certify_script
+from fshard.testing.programs import certify_program
+from fshard.testing.scripts import certify_script
 
 
 def __getattr__(name: str) -> Any:

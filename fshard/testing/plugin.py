@@ -87,7 +87,8 @@ def certified(pytestconfig: pytest.Config) -> Callable[..., Any]:
 
     It raises with the table unless `check=False`.
     """
-    from fshard.testing.programs import certify_program, certify_script
+    from fshard.testing.programs import certify_program
+    from fshard.testing.scripts import certify_script
 
     pools = pytestconfig.stash[_pools]
     folder = pytestconfig.getoption("--certificates")

@@ -1222,6 +1222,59 @@ def larger_loss(rank, world):
     return model, lambda model, batch: factor * loss(model, batch), batch, step
 
 
+def uneven_last_batch(rank, world):
+    """A sum over rows, divided by the number of all, where the last batches have 4 and 3 rows."""
+    model = DDP(mlp())
+    rows = torch.utils.data.Subset(Rows(23), range(rank, 23, world))
+    loader = torch.utils.data.DataLoader(rows, batch_size=8 // world)
+
+    def loss(model, batch):
+        x, y = batch
+        count = torch.tensor(len(x))
+        dist.all_reduce(count)
+        return (model(x) - y).square().mean(1).sum() * world / count
+
+    return model, loss, loader, updates(model)
+
+
+def unlike_rows(rank, world):
+    """A mean over the rows of each rank, of which they have 5 and 3."""
+    model = DDP(mlp())
+    batch = tuple(x.split([5, 3])[rank] for x in data()) if world > 1 else data()
+    return model, square, batch, updates(model)
+
+
+def local_statistics(rank, world):
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
+    model = DDP(nn.Sequential(*layers))
+    return model, square, rows_of(world.mesh), updates(model)
+
+
+def regularised_on_one(rank, world):
+    """A decay in the loss of rank 0 alone, whose gradient the mean over ranks halves."""
+
+    def loss(model, batch):
+        decay = sum(p.square().sum() for p in model.parameters())
+        return square(model, batch) + (0.01 * decay if rank == 0 else 0.0)
+
+    return ddp(rank, world, loss=loss)
+
+
+def clipped_by_shards(rank, world):
+    """Each rank clips its shards by their own norm."""
+    model, loss, batch, then = by_fully_shard(rank, world)
+
+    def step():
+        grads = [p.grad.to_local() for p in model.parameters()]
+        norm = torch.stack([x.square().sum() for x in grads]).sum().sqrt()
+        for x in grads:
+            x *= 0.1 / norm
+        then()
+
+    return model, loss, batch, step
+
+
 def equal_rows(rank, world, *, axis):
     model = DDP(mlp())
     return model, square, data(), updates(model)
@@ -1296,6 +1349,7 @@ RIGHT = {
     },
     "flat parameters": (flat_parameters, {"data": 2}, {}),
     "loader": (by_loader, {"data": 2}, {}),
+    "uneven last batch": (uneven_last_batch, {"data": 2}, {}),
     "dict that is emptied": (by_dict_that_is_emptied, {"data": 2}, {}),
     "zero_grad in the loss": (zero_in_the_loss, {"data": 2}, {}),
     "reduced in step": (reduced_in_step, {"data": 2}, {}),
@@ -1454,5 +1508,29 @@ WRONG = {  # program, axes, a leaf that diverges, a part of its reason
     ),
     "other start": (other_start, {"data": 2}, "0.bias", "begins with other values on rank 1"),
     "lost layer": (lost_layer, {"pipe": 2}, "lost", "is on no rank"),
+    "mean over unlike rows": (
+        unlike_rows,
+        {"data": 2},
+        "2.weight",
+        "a mean of means? Ranks have 5, 3 rows",
+    ),
+    "statistics of each rank": (
+        local_statistics,
+        {"data": 2},
+        "loss",
+        "; BatchNorm '1' takes the mean and variance of the rows of each rank",
+    ),
+    "regulariser on one rank": (
+        regularised_on_one,
+        {"data": 2},
+        "2.weight",
+        "the difference is -0.01 times the parameter",
+    ),
+    "clipped by norms of shards": (
+        clipped_by_shards,
+        {"data": 2},
+        "0.weight",
+        "in shard 1 of its rows along data: does the norm for",
+    ),
     "loss by the rank's number": (numbers_of_ranks, {"data": 2}, "loss", "the loss is"),
 }

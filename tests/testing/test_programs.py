@@ -7,12 +7,14 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fshard.command import main
 from fshard.errors import PromiseError
 from fshard.launching import pool
 from fshard.testing import certify_program
+from fshard.testing.programs.precision import Sends, watched_sends
 from fshard.testing.programs.source import program_named
 from tests.helpers.sampled import thorough
 from tests.testing import programs
@@ -46,6 +48,13 @@ def test_equal_changes_prove_no_reduction(certified, name, steps):
     certificate = certified(program, {"data": 2}, steps=steps, check=False)
     assert certificate.first.verdict == "DIVERGENT" and certificate.first.step == 0
     assert "it is not reduced along data" in certificate.first.reason
+
+
+def test_methods_of_process_groups_are_restored_as_they_were():
+    before = dict(vars(dist.ProcessGroup))
+    with watched_sends(Sends()):
+        assert vars(dist.ProcessGroup)["allgather"] is not before["allgather"]
+    assert all(vars(dist.ProcessGroup)[name] is value for name, value in before.items())
 
 
 def test_several_meshes_and_wrappers_of_names(certified):

@@ -281,6 +281,49 @@ def test_learning_rates_that_depend_on_processes_are_said(tmp_path, monkeypatch,
     assert certificate.ok == ("world" in rate)
 
 
+SCHEDULED = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("nccl")
+world = dist.get_world_size()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(24, 3))
+model = DistributedDataParallel(nn.Linear(3, 1).cuda())
+opt = torch.optim.AdamW(model.parameters(), 0.1)
+schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=20)
+for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data)):
+    opt.zero_grad()
+    model(x.cuda()).square().mean().backward()
+    opt.step()
+    for _ in range(world):
+        schedule.step()
+"""
+
+
+def test_options_that_a_schedule_sets_are_those_of_the_processes(tmp_path):
+    """OneCycleLR sets betas, too; accelerate steps a schedule once for each process."""
+    file = tmp_path / "train.py"
+    file.write_text(SCHEDULED)
+
+    certificate = certify_script(file, DATA)
+
+    assert certificate.ok, certificate
+    (note,) = certificate.notes
+    assert note.startswith("The learning rate depends on the number of processes: at step 1")
+
+
+def test_options_that_depend_on_processes_are_in_the_notes(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(SCHEDULED.replace("schedule.step()", "opt.param_groups[0]['eps'] /= 10"))
+    (note,) = certify_script(file, DATA).check().notes
+    assert "The option eps depends on the number of processes: at step 1 it is 1e-10 in 2" in note
+    assert "the script sets 1e-09 in one" in note
+
+
 def test_script_that_ends_early_is_judged_by_its_steps(tmp_path):
     certificate = loaded(tmp_path, "--sampler", steps=5)
     assert certificate.check().steps == 2
@@ -295,6 +338,149 @@ def test_steps_that_the_one_process_does_not_reach_are_no_pass():
     assert "pipeline.py:57 raised in the one process: UnboundLocalError" in row.reason
     assert "--alone" in row.reason and "FILE:NAME" in row.reason
     assert all(row.verdict == "EXACT" for row in certificate.rows[:-1])
+
+
+# -- updates by other tensors ----------------------------------------------------------------------
+
+ZERO = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+bug = sys.argv[1]
+dist.init_process_group("nccl")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(42)
+model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)).cuda()
+params = list(model.parameters())
+flat = nn.utils.parameters_to_vector(params).detach()
+flat = torch.cat([flat, flat.new_zeros(-len(flat) % world)])
+size = len(flat) // world
+shard = nn.Parameter(flat[rank * size : (rank + 1) * size].clone())
+opt = torch.optim.SGD([shard], 0.1, momentum=0.9)
+draw = torch.Generator().manual_seed(rank)
+for step in range(5):
+    x = torch.randn(4, 6, generator=draw).cuda()
+    y = torch.randint(0, 3, (4,), generator=draw).cuda()
+    nn.functional.cross_entropy(model(x), y).backward()
+    grads = torch.cat([p.grad.flatten() for p in params])
+    grads = torch.cat([grads, grads.new_zeros(size * world - len(grads))])
+    shard.grad = torch.empty_like(shard)
+    if bug == "local":
+        shard.grad.copy_(grads[rank * size : (rank + 1) * size])
+    else:
+        dist.reduce_scatter_tensor(shard.grad, grads)
+        if bug != "sum":
+            shard.grad /= world
+    opt.step()
+    out = torch.empty(size * world, device="cuda")
+    dist.all_gather_into_tensor(out, shard.detach())
+    nn.utils.vector_to_parameters(out[: sum(p.numel() for p in params)], params)
+    model.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("bug", "reason"),
+    [
+        ("none", ""),
+        ("sum", "step 0: the change of the parameter is 2 times that of one device"),
+        ("local", "step 0: the gradient differs along data, where the mean over data is that of"),
+    ],
+)
+def test_updates_of_shards_in_tensors_of_no_module_are_judged(tmp_path, bug, reason):
+    """Hand-written ZeRO-1: the optimizer updates a flat shard, which is gathered into parameters later."""
+    file = tmp_path / "train.py"
+    file.write_text(ZERO)
+
+    certificate = certify_script(file, DATA, [bug])
+
+    assert certificate.steps == 2
+    assert certificate.ok == (not reason), certificate
+    if reason:
+        assert certificate.first is not None and reason in certificate.first.reason
+
+
+# -- FullyShardedDataParallel ----------------------------------------------------------------------
+
+FULLY_SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+torch.manual_seed(0)
+model = FullyShardedDataParallel(
+    nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+    device_id=rank,
+    use_orig_params=True,
+    mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
+)
+opt = torch.optim.AdamW(model.parameters(), 0.01)
+data = TensorDataset(torch.randn(16, 6))
+for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data)):
+    opt.zero_grad()
+    model(x.cuda()).square().mean().backward()
+    if sys.argv[1] == "all":
+        model.clip_grad_norm_(0.05)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize("norm", ["all", "shards"])
+def test_fully_sharded_data_parallel_computes_in_float64_on_cpus(tmp_path, norm):
+    file = tmp_path / "train.py"
+    file.write_text(FULLY_SHARDED)
+
+    certificate = certify_script(file, DATA, [norm])
+
+    assert certificate.ok == (norm == "all"), certificate
+    if norm == "shards":
+        assert "times that of one device" in certificate.first.reason
+
+
+# -- BatchNorm -------------------------------------------------------------------------------------
+
+CONVOLUTION = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("nccl")
+torch.manual_seed(0)
+layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)
+model = nn.Sequential(*layers).cuda()
+if sys.argv[1] == "all":
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+model = DistributedDataParallel(model, device_ids=[0])
+opt = torch.optim.SGD(model.parameters(), 0.1)
+data = TensorDataset(torch.randn(16, 3, 6, 6), torch.randn(16, 2))
+for x, y in DataLoader(data, 4, sampler=DistributedSampler(data)):
+    opt.zero_grad()
+    nn.functional.mse_loss(model(x.cuda()), y.cuda()).backward()
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize("statistics", ["all", thorough("each")])
+def test_batch_norm_must_take_statistics_of_all_rows(tmp_path, statistics):
+    """The one process has torch's own BatchNorm of all rows."""
+    file = tmp_path / "train.py"
+    file.write_text(CONVOLUTION)
+
+    certificate = certify_script(file, DATA, [statistics])
+
+    assert certificate.ok == (statistics == "all"), certificate
+    if statistics == "each":
+        assert "BatchNorm '1' takes the mean and variance of the rows" in certificate.first.reason
 
 
 # -- collectives -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fshard.mesh.layout import flatten
+from fshard.mesh.layout import PyTree, flatten
 from fshard.testing.programs.record import RankRecord
 
 Axes = Mapping[str, int]
@@ -30,9 +30,9 @@ def coordinates_of(axes: Axes) -> list[Coordinates]:
     return list(product(*[range(size) for size in axes.values()]))
 
 
-def equal_axes(ranks: Sequence[RankRecord], axes: Axes) -> list[str]:
+def equal_axes(batches_of_ranks: Sequence[Sequence[PyTree]], axes: Axes) -> list[str]:
     """Return the axes along which the batches of processes are equal, in all steps."""
-    leaves_by_rank = [flatten(list(rank.batches))[0] for rank in ranks]
+    leaves_by_rank = [flatten(list(batches))[0] for batches in batches_of_ranks]
     groups = dict(zip(coordinates_of(axes), leaves_by_rank, strict=True))
     equal: list[str] = []
     for number, (name, size) in enumerate(axes.items()):
@@ -50,7 +50,7 @@ def repeated_rows(ranks: Sequence[RankRecord], axes: Axes) -> tuple[int, int]:
 
     Ranks count as one along an axis along which all their batches are equal.
     """
-    equal = equal_axes(ranks, axes)
+    equal = equal_axes([rank.batches for rank in ranks], axes)
     readers: Counter[bytes] = Counter()
     for coordinates, rank in zip(coordinates_of(axes), ranks, strict=True):
         along = zip(coordinates, axes, strict=True)
@@ -65,7 +65,7 @@ def _digests_of_rows(rank: RankRecord) -> set[bytes]:
     """Return a digest of each row that a rank reads, with all that the batch has of the row."""
     digests: set[bytes] = set()
     for batch in rank.batches:
-        tensors = [x for x in flatten(batch)[0] if isinstance(x, Tensor) and x.ndim > 0]
+        tensors = [x for x in flatten(batch)[0] if has_rows(x)]
         rows = min([len(x) for x in tensors], default=0)
         for row in range(rows):
             digest = xxhash.xxh3_128()
@@ -78,7 +78,7 @@ def _digests_of_rows(rank: RankRecord) -> set[bytes]:
 
 
 def joined_batches(
-    ranks: Sequence[RankRecord],
+    batches_of_ranks: Sequence[Sequence[PyTree]],
     axes: Axes,
     splits: Mapping[str, int] | None = None,
     alone: Sequence[Leaves] | None = None,
@@ -86,32 +86,32 @@ def joined_batches(
     """Return the leaves of the batch of all processes, for each step or for all steps.
 
     Args:
-        ranks: the runs in processes.
+        batches_of_ranks: the batch of each step, or one for all steps, of each process.
         axes: of the mesh.
         splits: the dim that is split along an axis; 0 for others.
         alone: the batches that the program makes in one process. They are taken if they have the
             same elements.
     """
-    equal = equal_axes(ranks, axes)
+    equal = equal_axes(batches_of_ranks, axes)
     lone_axes: dict[str, int] = {}
-    members: dict[Coordinates, RankRecord] = {}
+    members: dict[Coordinates, Sequence[PyTree]] = {}
     for name, size in axes.items():
         lone_axes[name] = 1 if name in equal else size
-    for coordinates, rank in zip(coordinates_of(axes), ranks, strict=True):
+    for coordinates, batches in zip(coordinates_of(axes), batches_of_ranks, strict=True):
         is_member = all(i < n for i, n in zip(coordinates, lone_axes.values(), strict=True))
         if is_member:
-            members[coordinates] = rank
+            members[coordinates] = batches
 
-    batches: list[Leaves] = []
-    for step in range(len(ranks[0].batches)):
-        groups = {key: flatten(rank.batch(step))[0] for key, rank in members.items()}
+    joined: list[Leaves] = []
+    for step in range(len(batches_of_ranks[0])):
+        groups = {key: flatten(batches[step])[0] for key, batches in members.items()}
         _validate_splits(groups, lone_axes, splits or {})
         own = alone[step] if alone is not None and step < len(alone) else None
         if own is not None and _has_all_elements(own, list(groups.values())):
-            batches.append(own)
+            joined.append(own)
         else:
-            batches.append(_joined(groups, lone_axes, splits or {}))
-    return batches
+            joined.append(_joined(groups, lone_axes, splits or {}))
+    return joined
 
 
 def _validate_splits(
@@ -155,6 +155,16 @@ def are_equal(leaves: Leaves, others: Leaves) -> bool:
     return True
 
 
+def are_all_equal(column: Leaves) -> bool:
+    """Return True if a leaf is equal in all batches."""
+    return all(are_equal(column[:1], [x]) for x in column[1:])
+
+
+def has_rows(x: Any) -> bool:
+    """Return True if a leaf is a tensor with a dim."""
+    return isinstance(x, Tensor) and x.ndim > 0
+
+
 def _has_all_elements(own: Leaves, batches: Sequence[Leaves]) -> bool:
     """Return True if a batch has the elements of several others, in any order.
 
@@ -165,8 +175,7 @@ def _has_all_elements(own: Leaves, batches: Sequence[Leaves]) -> bool:
     for x, column in zip(own, zip(*batches, strict=True), strict=True):
         if not isinstance(x, Tensor):
             continue
-        is_shared = all(are_equal([x], [y]) for y in column)
-        if not is_shared and not _is_rearranged(x, column):
+        if not are_all_equal([x, *column]) and not _is_rearranged(x, column):
             return False
     return True
 
@@ -189,7 +198,7 @@ def _concatenated(line: Sequence[Leaves], axis: str, dim: int) -> list[Any]:
     for column in zip(*line, strict=True):
         first = column[0]
         if not isinstance(first, Tensor) or first.ndim <= dim:
-            if not all(are_equal([first], [x]) for x in column):
+            if not are_all_equal(column):
                 errors.append(" and ".join([str(x) for x in column]))
             joined.append(first)
             continue
@@ -211,7 +220,7 @@ def _concatenated(line: Sequence[Leaves], axis: str, dim: int) -> list[Any]:
 def rows_at(rank: RankRecord, step: int) -> int:
     """Return the rows of a process's batch: of its first tensor that has a dim; 1 if none has."""
     for x in flatten(rank.batch(step))[0]:
-        if isinstance(x, Tensor) and x.ndim > 0:
+        if has_rows(x):
             return len(x)
     return 1
 
@@ -224,7 +233,7 @@ def element_counts(rank: RankRecord, step: int) -> dict[str, int]:
     """Return the numbers of elements of a process's batch by which a mean may weigh, by names."""
     counts: dict[str, int] = {}
     for number, x in enumerate(flatten(rank.batch(step))[0]):
-        if isinstance(x, Tensor) and x.ndim > 0:
+        if has_rows(x):
             leaf = f"elements of leaf {number} of the batch"
             counts[leaf] = x.numel()
             counts[f"{leaf} that are not {IGNORED}"] = int((x != IGNORED).sum())

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fshard.errors import PromiseError
 from fshard.launching.pool import Processes
@@ -19,7 +20,7 @@ from fshard.testing.programs.batches import Axes, joined_batches
 from fshard.testing.programs.compare import judge_ranks, mesh_text, notes_on
 from fshard.testing.programs.layouts import Parts
 from fshard.testing.programs.microbatches import rows_of_microbatches
-from fshard.testing.programs.record import Program, RankRecord, Tensors, batches_alone, record
+from fshard.testing.programs.record import Program, RankRecord, batches_alone, record
 
 UNSEEN = (
     "It does not see: other batches and later steps, buffers such as BatchNorm's, random draws, an "
@@ -197,7 +198,7 @@ def _runs(
     alone = None
     if alone_begun is not None:
         (alone,) = alone_begun.result()
-    batches = joined_batches(ranks, axes, splits, alone)
+    batches = joined_batches([rank.batches for rank in ranks], axes, splits, alone)
 
     # Twice, with other seeds, to see what the program draws without a seed of its own; and with
     # gradients that are set to zero, to see whether the program does it.
@@ -219,9 +220,9 @@ def _validate(ranks: Sequence[RankRecord], single: RankRecord, repeated: RankRec
         )
     _validate_steps(single, repeated)
 
-    has_gradient = any(x.any() for grads in single.grads for x in grads.values())
+    has_gradient = any(x.any() for step in single.steps for x in step.grads.values())
     is_moved = any(
-        _different(run.start, params) for run in (single, *ranks) for params in run.params
+        _different(run.start, step.params) for run in (single, *ranks) for step in run.steps
     )
     if not single.start or not (has_gradient or is_moved):
         raise PromiseError(
@@ -231,17 +232,17 @@ def _validate(ranks: Sequence[RankRecord], single: RankRecord, repeated: RankRec
     if not is_moved:
         raise PromiseError(
             "certify_program: step() must update parameters; got the same ones after "
-            f"{len(single.params)} steps{ranks[0].sync_hint}. Make the optimizer of parameters of the "
+            f"{len(single.steps)} steps{ranks[0].sync_hint}. Make the optimizer of parameters of the "
             "model that is returned, after it is sharded."
         )
 
 
 def _validate_steps(single: RankRecord, repeated: RankRecord) -> None:
     """Raise if a run that has other seeds, and gradients set to zero before each step, differs."""
-    for step, params in enumerate(single.params):
-        is_loss_equal = _is_same(single.losses[step], repeated.losses[step])
-        other_grads = _different(single.grads[step], repeated.grads[step])
-        other_params = _different(params, repeated.params[step])
+    for step, (first, second) in enumerate(zip(single.steps, repeated.steps, strict=True)):
+        is_loss_equal = _is_same(first.loss, second.loss)
+        other_grads = _different(first.grads, second.grads)
+        other_params = _different(first.params, second.params)
         if step > 0 and is_loss_equal and other_grads:
             raise PromiseError(
                 f"certify_program: gradients must be 0 when a step begins; got those of step "
@@ -265,7 +266,7 @@ def _is_same(x: float | None, y: float | None) -> bool:
     return x == y or are_nan
 
 
-def _different(tensors: Tensors, others: Tensors) -> list[str]:
+def _different(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors that differ."""
     names: list[str] = []
     for name in {**tensors, **others}:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.rounding import widest
+from fshard.rounding import largest, widest
 from fshard.testing.programs.batches import Axes, coordinates_of
 from fshard.testing.programs.record import RankRecord
 
@@ -96,19 +96,24 @@ def _error(
     name: str, slices: Slices, ranks: Sequence[RankRecord], single: RankRecord
 ) -> tuple[float, float]:
     """Return the largest errors in a layout: of gradients, and of parameters after a step."""
-    errors = [0.0, 0.0]
-    for kind, (runs, expected) in enumerate(
-        [
-            ([rank.grads[0] for rank in ranks], single.grads[0]),
-            ([rank.params[0] for rank in ranks], single.params[0]),
-        ]
-    ):
-        for rank, each in slices.items():
-            if name in runs[rank] and name in expected:
-                difference = (runs[rank][name] - each.of(expected[name])).abs()
-                if difference.numel():
-                    errors[kind] = max(errors[kind], float(difference.max()))
-    return errors[0], errors[1]
+    gradients = [rank.steps[0].grads for rank in ranks]
+    params = [rank.steps[0].params for rank in ranks]
+    of_gradients = _largest_error(name, slices, gradients, single.steps[0].grads)
+    of_params = _largest_error(name, slices, params, single.steps[0].params)
+    return of_gradients, of_params
+
+
+def _largest_error(
+    name: str, slices: Slices, runs: Sequence[Mapping[str, Tensor]], single: Mapping[str, Tensor]
+) -> float:
+    """Return the largest error of a tensor on the ranks that have it; 0 if there is none."""
+    if name not in single:
+        return 0.0
+    error = 0.0
+    for rank, each in slices.items():
+        if name in runs[rank]:
+            error = max(error, largest(runs[rank][name] - each.of(single[name])))
+    return error
 
 
 def _is_complete(full: Tensor, slices: Slices) -> bool:

@@ -47,14 +47,15 @@ def _other_parts(ranks: Sequence[RankRecord], single: RankRecord, failure: str) 
     """Describe the first step in which the one process cuts its batch otherwise; "" if none."""
     if "not reduced" in failure:
         return ""  # ranks differ from each other, which no parts of the one process explain
-    for step, own in enumerate(single.parts):
-        parts = [rank.parts[step] for rank in ranks if step < len(rank.parts)]
-        if len(parts) < len(ranks) or len({len(each) for each in parts}) > 1:
+    for number, step in enumerate(single.steps):
+        own = step.call_rows
+        parts = [rank.steps[number].call_rows for rank in ranks]
+        if len({len(each) for each in parts}) > 1:
             continue  # the ranks do not do the same, as stages do not
         together = [sum(rows) for rows in zip(*parts, strict=True)]
         if len(own) == len(together) and _shares(together) != _shares(own):
             return (
-                f"step {step}: each rank cuts its batch into parts of {_listed(parts[0])} rows, the "
+                f"step {number}: each rank cuts its batch into parts of {_listed(parts[0])} rows, the "
                 f"one process into parts of {_listed(own)}"
             )
     return ""
@@ -62,8 +63,10 @@ def _other_parts(ranks: Sequence[RankRecord], single: RankRecord, failure: str) 
 
 def _other_number(ranks: Sequence[RankRecord], single: RankRecord, failure: str) -> str:
     """Describe more backward calls in the one process, if their number is the factor of a failure."""
-    calls = max(single.backwards, default=1)
-    most = max([n for rank in ranks for n in rank.backwards], default=1)
+    calls = max([step.backwards for step in single.steps], default=1)
+    most = 1
+    for rank in ranks:
+        most = max([most, *[step.backwards for step in rank.steps]])
     factor = number_text(most / max(calls, 1), 1e-9)
     if calls <= most or f" {factor} times" not in failure:
         return ""

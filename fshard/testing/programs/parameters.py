@@ -168,6 +168,17 @@ def without_wrappers(name: str) -> str:
     return _WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip(".")
 
 
+def local_batch_norm(model: Any) -> str:
+    """Return the name of the first BatchNorm with statistics of this process; "" without one."""
+    if not isinstance(model, nn.Module):
+        return ""
+    for name, module in model.named_modules():
+        is_batch_norm = isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+        if is_batch_norm and module.training:
+            return without_wrappers(name)
+    return ""
+
+
 def sync_hint(model: Any) -> str:
     """Describe how a wrapper of a model may have lost its reduction; "" if there is none."""
     if not isinstance(model, nn.Module):

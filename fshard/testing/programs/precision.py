@@ -283,9 +283,10 @@ def watched_sends(sends: Sends) -> Generator[None]:
     DistributedDataParallel's own reductions are not seen: they have the dtype of parameters.
     """
     group = cast("Any", dist.ProcessGroup)
-    originals = {name: getattr(group, name) for name in _COLLECTIVES if hasattr(group, name)}
-    for name, original in originals.items():
-        setattr(group, name, _noting(original, sends))
+    # What `getattr` returns here is bound to no group, and as an attribute never would be.
+    originals = {name: vars(group)[name] for name in _COLLECTIVES if name in vars(group)}
+    for name in originals:
+        setattr(group, name, _noting(getattr(group, name), sends))
     try:
         yield
     finally:

@@ -27,6 +27,7 @@ from fshard.testing.programs.parameters import (
     full_tensors,
     gathered,
     has_flat_parameters,
+    local_batch_norm,
     named_parameters,
     sync_hint,
     tied_names,
@@ -54,49 +55,61 @@ class ProgramWorld(int):
     mesh: DeviceMesh
 
 
+class RankStep(NamedTuple):
+    """One step of a process.
+
+    Args:
+        loss: None where the process has none.
+        grads: before `step()`.
+        params: after it.
+        given: the gradients that an optimizer of torch was given.
+        kept: the parameters whose gradients were not 0 when the step began.
+        backwards: the number of backward calls.
+        call_rows: the rows of each call of an outermost module, of scripts.
+        sends: the number of elements that `step()` has sent.
+        reduced_later: the parameters that `step()` has changed after an optimizer had, or that an
+            optimizer has which communicates itself.
+    """
+
+    loss: float | None
+    grads: Tensors
+    params: Tensors
+    given: Tensors
+    kept: frozenset[str]
+    backwards: int
+    call_rows: Sequence[int] = ()
+    sends: int = 0
+    reduced_later: frozenset[str] = frozenset()
+
+
 class RankRecord(NamedTuple):
     """The training of one process: full tensors, or its own shards of those sharded by hand.
 
     Args:
         batches: of this process: the leaves of the batch of each step, or of one for all steps.
-        losses: of the steps; None where the process has none.
+        steps: one after another.
         start: the parameters before the first step, frozen ones too.
-        grads: of each step, before `step()`.
-        params: after each step.
-        given: the gradients that an optimizer of torch was given, in each step.
-        kept: the parameters whose gradients were not 0 when a step began, in each step.
         frozen: the parameters that require no gradient.
         tied: other names of parameters, with their first ones.
         order: the parameters in the order in which the forward uses them.
-        backwards: the number of backward calls in each step.
-        parts: the rows of each call of an outermost module in each step, of scripts.
         computed_in: the lowest dtypes of activations, parameters, buffers and batches.
         rounded_in: those of other tensors.
         sent_in: those of tensors that are sent.
-        sends_in_step: the number of elements that `step()` has sent, in each step.
         sync_hint: where a reduction by a wrapper of the model may have been lost.
-        reduced_later: the parameters that `step()` has changed after an optimizer had, or that an
-            optimizer has which communicates itself, in each step.
+        batch_norm: the first BatchNorm that takes statistics of this process alone.
     """
 
     batches: Sequence[PyTree]
-    losses: list[float | None]
-    start: Tensors
-    grads: list[Tensors]
-    params: list[Tensors]
-    given: Sequence[Tensors] = ()
-    kept: Sequence[frozenset[str]] = ()
+    steps: Sequence[RankStep] = ()
+    start: Mapping[str, Tensor] = {}
     frozen: frozenset[str] = frozenset()
     tied: Mapping[str, str] = {}
     order: Sequence[str] = ()
-    backwards: Sequence[int] = ()
-    parts: Sequence[Sequence[int]] = ()
     computed_in: frozenset[torch.dtype] = frozenset()
     rounded_in: frozenset[torch.dtype] = frozenset()
     sent_in: frozenset[torch.dtype] = frozenset()
-    sends_in_step: Sequence[int] = ()
     sync_hint: str = ""
-    reduced_later: Sequence[frozenset[str]] = ()
+    batch_norm: str = ""
 
     def batch(self, step: int) -> PyTree:
         """Return the batch of a step."""
@@ -128,33 +141,30 @@ def record(
             own_batches = [
                 _with_leaves(own, leaves) for own, leaves in zip(run.batches, batches, strict=True)
             ]
-        result = RankRecord(
-            batches=[_leaf_copies(batch) for batch in run.batches],
-            losses=[],
-            start=full_tensors(run.model),
-            grads=[],
-            params=[],
-            given=[],
-            kept=[],
-            frozen=frozen_names(run.model),
-            tied=tied_names(run.model),
-            backwards=[],
-            sends_in_step=[],
-            reduced_later=[],
-        )
+        copies = [_leaf_copies(batch) for batch in run.batches]
+        start = full_tensors(run.model)
+        frozen = frozen_names(run.model)
+        tied = tied_names(run.model)
+        records: list[RankStep] = []
         for i in range(steps):
             torch.manual_seed(run.seed)  # so that a loss that draws differs too
             if clears_gradients:
                 _clear_gradients(run.model)
             batch = own_batches[min(i, len(own_batches) - 1)]
             with _naming_missing_axes(axes):
-                _record_step(run, _copied(batch), result)
-    return result._replace(
+                records.append(_record_of_step(run, _copied(batch)))
+    return RankRecord(
+        batches=copies,
+        steps=records,
+        start=start,
+        frozen=frozen,
+        tied=tied,
         order=run.uses.names(),
-        sync_hint=sync_hint(run.model),
         computed_in=frozenset(run.watch.in_forward | _dtypes_of(run.model, run.batches)),
         rounded_in=frozenset(run.watch.elsewhere),
         sent_in=frozenset(run.sends.dtypes),
+        sync_hint=sync_hint(run.model),
+        batch_norm=local_batch_norm(run.model),
     )
 
 
@@ -167,13 +177,12 @@ def batches_alone(
         return [_leaf_copies(batch) for batch in run.batches]
 
 
-def _record_step(run: _BegunProgram, batch: PyTree, result: RankRecord) -> None:
-    """Run one step, and add what it does to a record."""
+def _record_of_step(run: _BegunProgram, batch: PyTree) -> RankStep:
+    """Run one step, and record what it does."""
     run.watch.backwards = 0
     optimizer_grads = _OptimizerGradients(run.model, run.sends)
     before = _versions_of_gradients(run.model)
     kept = [name for name, (grad, _) in before.items() if _local(grad).any()]
-    cast("list[frozenset[str]]", result.kept).append(frozenset(kept))
     with optimizer_grads:
         run.watch.uses = run.uses
         loss = loss_of(run.loss_fn(run.model, batch))
@@ -183,16 +192,22 @@ def _record_step(run: _BegunProgram, batch: PyTree, result: RankRecord) -> None:
             cast("Tensor", loss).backward()
         if isinstance(loss, Tensor):
             loss = loss.item()
-        result.losses.append(None if loss is None else float(loss))
-        result.grads.append(full_tensors(run.model, gradients=True))
+        grads = full_tensors(run.model, gradients=True)
+
         sends_before = run.sends.elements
         run.step()
-        cast("list[int]", result.sends_in_step).append(run.sends.elements - sends_before)
-        reduced_later = cast("list[frozenset[str]]", result.reduced_later)
-        reduced_later.append(optimizer_grads.reduced_later())
-    result.params.append(full_tensors(run.model))
-    cast("list[Tensors]", result.given).append(optimizer_grads.full())
-    cast("list[int]", result.backwards).append(run.watch.backwards)
+        sends = run.sends.elements - sends_before
+        reduced_later = optimizer_grads.reduced_later()
+    return RankStep(
+        loss=None if loss is None else float(loss),
+        grads=grads,
+        params=full_tensors(run.model),
+        given=optimizer_grads.full(),
+        kept=frozenset(kept),
+        backwards=run.watch.backwards,
+        sends=sends,
+        reduced_later=reduced_later,
+    )
 
 
 # -- the parts of a program ------------------------------------------------------------------------

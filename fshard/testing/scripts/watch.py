@@ -11,7 +11,8 @@ Steps inside of a step, as those of ZeroRedundancyOptimizer, are part of the out
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +27,11 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from fshard.mesh.layout import PyTree, flatten, unflatten
-from fshard.testing.programs.loaders import Reader
 from fshard.testing.programs.parameters import (
     Tensors,
     full_tensors,
     has_flat_parameters,
+    local_batch_norm,
     named_parameters,
     sync_hint,
     tied_names,
@@ -38,9 +39,11 @@ from fshard.testing.programs.parameters import (
     without_wrappers,
 )
 from fshard.testing.programs.precision import Sends, widen
-from fshard.testing.programs.record import RankRecord, may_reduce_gradients
-from fshard.testing.programs.substitutions import OnCpu
+from fshard.testing.programs.record import RankRecord, RankStep, may_reduce_gradients
 from fshard.testing.programs.uses import Uses
+from fshard.testing.scripts.devices import OnCpu
+from fshard.testing.scripts.draws import Draws
+from fshard.testing.scripts.loaders import Reader
 from fshard.torch_collectives import RecordedCall
 
 
@@ -48,16 +51,20 @@ class Finished(BaseException):
     """Ends a script that has made its steps. No `except Exception` catches it."""
 
 
+Options = list[dict[str, tuple[float, ...]]]
+"""The numbers of each group of an optimizer by name, as {"lr": (0.1,), "betas": (0.9, 0.95)}."""
+
+
 class Start(NamedTuple):
-    """The values that the one process begins with, and the learning rates that it takes.
+    """The values that the one process begins with, and the options that its optimizer takes.
 
     Args:
         values: of parameters and buffers by name: the one is taken that has the right shape.
-        rates: the learning rates of each step.
+        options: of the optimizer in each step.
     """
 
     values: Mapping[str, Sequence[Tensor]]
-    rates: list[list[float]]
+    options: Sequence[Options]
 
 
 class Root(NamedTuple):
@@ -68,6 +75,25 @@ class Root(NamedTuple):
     uses: Uses
 
 
+@dataclass
+class _StepSoFar:
+    """The work of a script since its last step.
+
+    Args:
+        sends_of_backward: the number of elements that had been sent when the last backward ended.
+        sends_of_optimizer: the same when the optimizer began.
+    """
+
+    loss: float | None = None
+    backwards: int = 0
+    call_rows: list[int] = field(default_factory=list[int])
+    kept: frozenset[str] = frozenset()
+    grads: Tensors = field(default_factory=dict[str, Tensor])
+    given: Tensors = field(default_factory=dict[str, Tensor])
+    sends_of_backward: int = 0
+    sends_of_optimizer: int = 0
+
+
 class Watcher:
     """Watches the training in this process.
 
@@ -76,6 +102,7 @@ class Watcher:
         mode: under which it runs.
         reader: of its batches.
         sends: of the script.
+        draws: of the script.
         start: in the one process, what the other processes began with.
         calls: of collectives, as they are recorded.
     """
@@ -86,47 +113,37 @@ class Watcher:
         mode: OnCpu,
         reader: Reader,
         sends: Sends,
+        draws: Draws,
         start: Start | None,
         calls: list[RecordedCall],
     ) -> None:
         self.start: Tensors = {}
         self.buffers: Tensors = {}
-        self.rates: list[list[float]] = []
-        self.own_rates: list[list[float]] = []
+        self.options: list[Options] = []
+        self.own_options: list[Options] = []
         self.steps_made = 0
         self.counts: list[int] = []
-        self._losses: list[float | None] = []
-        self._grads: list[Tensors] = []
-        self._given: list[Tensors] = []
-        self._params: list[Tensors] = []
-        self._kept: list[frozenset[str]] = []
-        self._backwards: list[int] = []
-        self._parts: list[list[int]] = []
+        self._records: list[RankStep] = []
         self._batches: list[PyTree] = []
-        self._sends_in_step: list[int] = []
-        self._reduced_later: list[frozenset[str]] = []
 
         self._steps = steps
         self._mode = mode
         self._reader = reader
         self._sends = sends
+        self._draws = draws
         self._start_of_all = start
         self._roots: list[Root] = []
+        self._tied: dict[str, str] = {}
         self._optimizers: list[Optimizer] = []
         self._depth = 0
         self._depth_of_step = 0
+        self._awaits_update = False
         self._calls = calls
         self._number_of_calls = 0
-        # Of the step that is not there yet.
-        self._loss: float | None = None
-        self._backward = 0
-        self._parts_now: list[int] = []
-        self._sends_of_backward = 0
-        self._sends_of_optimizer = 0
+        self._now = _StepSoFar()
         self._taken: dict[int, Tensor] = {}
-        self._kept_now: frozenset[str] = frozenset()
 
-        reader.before_first = calls.clear
+        reader.before_first = self._begin_steps
         mode.before_backward = self._before_backward
         mode.after_backward = self._after_backward
         mode.before_function = self._before_function
@@ -152,7 +169,7 @@ class Watcher:
 
     def has_stepped(self) -> bool:
         """Return True if an optimizer has made a step."""
-        return bool(self._params)
+        return bool(self._records)
 
     def calls(self) -> list[RecordedCall]:
         """Return the collectives from the first batch to the last step."""
@@ -160,44 +177,37 @@ class Watcher:
 
     def record(self) -> RankRecord:
         """Return the training so far."""
-        number = len(self._params)
+        number = len(self._records)
         frozen: set[str] = set()
-        tied: dict[str, str] = {}
         order: list[str] = []
         dtypes: set[torch.dtype] = set()
         hint = ""
+        batch_norm = ""
         for prefix, module, uses in self._roots:
             named = named_parameters(module)
             frozen.update([prefix + name for name, x in named if not x.requires_grad])
-            for name, first in tied_names(module).items():
-                tied[prefix + name] = prefix + first
             hint = hint or sync_hint(module)
+            batch_norm = batch_norm or local_batch_norm(module)
             order += [prefix + name for name in uses.names()]
             dtypes.update([x.dtype for _, x in named])
-        kept = self._kept[:number]
+        steps = self._records
         if len(self._optimizers) > 1:
-            kept = []  # each zeroes its own, some time before its backward
+            # Each zeroes its own gradients, some time before its backward.
+            steps = [step._replace(kept=frozenset()) for step in steps]
         # What is float32 was never used: all else is float64.
         low_dtypes = dtypes & {torch.bfloat16, torch.float16}
         return RankRecord(
             batches=self._batches[:number],
-            losses=self._losses[:number],
+            steps=steps,
             start=self.start,
-            grads=self._grads[:number],
-            params=self._params,
-            given=self._given[:number],
-            kept=kept,
             frozen=frozenset(frozen),
-            tied=tied,
+            tied=self._tied,
             sync_hint=hint,
+            batch_norm=batch_norm,
             order=order,
-            backwards=self._backwards[:number],
-            parts=self._parts[:number],
             computed_in=frozenset(self._mode.in_forward | low_dtypes),
             rounded_in=frozenset(self._mode.elsewhere),
             sent_in=frozenset(self._sends.dtypes),
-            sends_in_step=self._sends_in_step[:number],
-            reduced_later=self._reduced_later[:number],
         )
 
     # -- forward -----------------------------------------------------------------------------------
@@ -206,6 +216,8 @@ class Watcher:
         """Return the call of a module, for all modules."""
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._depth == 0:
+                self._end_update()
             if self._depth or not torch.is_grad_enabled():
                 return original(module, *args, **kwargs)
             self._depth += 1
@@ -222,12 +234,13 @@ class Watcher:
 
     def _see(self, module: nn.Module) -> None:
         """Note an outermost module that has parameters, with the values that they begin with."""
-        known = {id(p) for root in self._roots for p in root.module.parameters()}
+        known = self._ids_of_parameters()
         is_new = any(p.requires_grad and id(p) not in known for p in module.parameters())
-        if not is_new or any(root.module is module for root in self._roots):
+        is_root = any(root.module is module for root in self._roots)
+        if is_root or not is_new:
             return
         if not self._roots and not self._reader.has_loader():
-            self._calls.clear()  # those of the setup belong to no step
+            self._begin_steps()
         for x in (*module.parameters(), *module.buffers()):
             widen(x)
         values = full_values(module)
@@ -237,8 +250,15 @@ class Watcher:
             _copy_in(module, prefix, self._start_of_all)
             values = full_values(module)
         self._roots.append(Root(prefix, module, Uses(module)))
+        for name, first in tied_names(module).items():
+            self._tied[prefix + name] = prefix + first
         self.start.update({prefix + name: x for name, x in values.items()})
         self.buffers.update({prefix + name: x for name, x in buffers.items()})
+
+    def _begin_steps(self) -> None:
+        """End the setup, at the first batch or forward: its collectives belong to no step."""
+        self._calls.clear()
+        self._draws.begin_steps()
 
     def _prefix(self, module: nn.Module, names: Sequence[str]) -> str:
         """Return what the names of a module's parameters begin with, so that each is another."""
@@ -263,7 +283,7 @@ class Watcher:
         """Note the rows of a call: of its first tensor that has a dim."""
         for x in flatten(given)[0]:
             if isinstance(x, Tensor) and x.ndim > 0:
-                self._parts_now.append(len(x))
+                self._now.call_rows.append(len(x))
                 return
 
     def _input(self, x: Any) -> Any:
@@ -285,7 +305,7 @@ class Watcher:
             return args, kwargs
         with DisableTorchFunction():
             if self._depth:
-                if not self._params:
+                if not self._records:
                     for root in self._roots:
                         root.uses.see([*args, *kwargs.values()])
                 return args, kwargs
@@ -310,16 +330,16 @@ class Watcher:
         with self._aside():
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 full = loss.full_tensor() if isinstance(loss, DTensor) else loss
-                self._loss = (self._loss or 0.0) + float(full.detach())
-            if not self._backward:
-                self._kept_now = frozenset(self._nonzero_gradients())
-            self._backward += 1
+                self._now.loss = (self._now.loss or 0.0) + float(full.detach())
+            if not self._now.backwards:
+                self._now.kept = frozenset(self._nonzero_gradients())
+            self._now.backwards += 1
 
     def _after_backward(self, is_backward: bool) -> None:
         self._depth -= 1
         if not is_backward:
             return
-        self._sends_of_backward = self._sends.elements
+        self._now.sends_of_backward = self._sends.elements
         with self._aside():
             self._taken = {}
             for root in self._roots:
@@ -345,58 +365,103 @@ class Watcher:
             return
         if all(optimizer is not each for each in self._optimizers):
             self._optimizers.append(optimizer)
+        self._end_update()
         is_first = optimizer is self._optimizers[0]
         if is_first and self.steps_made == self._steps:
             raise Finished
 
         with self._aside():
-            self._set_rates(optimizer)
+            self._set_options(optimizer)
             self._note_reading()
-            grads, given = self._gradients_of(optimizer)
-            self._grads.append(grads)
-            self._given.append(given)
-        self._losses.append(self._loss)
-        self._backwards.append(self._backward)
-        self._parts.append(self._parts_now)
-        self._kept.append(self._kept_now)
-        self._loss = None
-        self._backward = 0
-        self._parts_now = []
-        self._kept_now = frozenset()
-        self._sends_of_optimizer = self._sends.elements
+            self._now.grads, self._now.given = self._gradients_of(optimizer)
+        self._now.sends_of_optimizer = self._sends.elements
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth_of_step -= 1
         if self._depth_of_step:
             return
-        self._sends_in_step.append(self._sends.elements - self._sends_of_backward)
-        has_sent = self._sends.elements > self._sends_of_optimizer
+        now = self._now
+        has_sent = self._sends.elements > now.sends_of_optimizer
         may_reduce = has_sent and may_reduce_gradients(optimizer)
-        self._reduced_later.append(frozenset(self._given[-1]) if may_reduce else frozenset())
-        self._number_of_calls = len(self._calls)
         with self._aside():
-            params = dict(self.start)
-            for prefix, module, _ in self._roots:
-                params.update({prefix + name: x for name, x in full_values(module).items()})
-            self._params.append({name: params[name] for name in self.start})
+            params = self._full_params()
+        step = RankStep(
+            loss=now.loss,
+            grads=now.grads,
+            params=params,
+            given=now.given,
+            kept=now.kept,
+            backwards=now.backwards,
+            call_rows=now.call_rows,
+            sends=self._sends.elements - now.sends_of_backward,
+            reduced_later=frozenset(now.given) if may_reduce else frozenset(),
+        )
+        self._records.append(step)
+        self._now = _StepSoFar(sends_of_backward=now.sends_of_backward)
+        self._number_of_calls = len(self._calls)
+        self._awaits_update = self._updates_other_tensors(optimizer)
 
         if optimizer is not self._optimizers[0]:
             return
         self.steps_made += 1
-        # Others may step after it in the same turn: a single step does not show it.
-        is_only_one = self._steps > 1 and len(self._optimizers) == 1
-        if is_only_one and self.steps_made == self._steps:
+        if self._has_made_all() and not self._awaits_update:
             raise Finished
 
-    def _set_rates(self, optimizer: Optimizer) -> None:
-        """Take the learning rates of the processes: they may depend on the number of these."""
-        step = len(self.rates)
-        self.own_rates.append(_rates(optimizer))
-        if self._start_of_all is not None and step < len(self._start_of_all.rates):
-            rates = self._start_of_all.rates[step]
-            for group, rate in zip(optimizer.param_groups, rates, strict=False):
-                group["lr"] = rate
-        self.rates.append(_rates(optimizer))
+    def _has_made_all(self) -> bool:
+        """Return True if the only optimizer has made all steps.
+
+        Others may step after it in the same turn: a single step does not show it.
+        """
+        is_only_one = self._steps > 1 and len(self._optimizers) == 1
+        return is_only_one and self.steps_made == self._steps
+
+    def _updates_other_tensors(self, optimizer: Optimizer) -> bool:
+        """Return True if an optimizer updates tensors of no module, as a shard of all parameters.
+
+        The script copies them to the parameters after its step.
+        """
+        return not _ids_of(optimizer) & self._ids_of_parameters()
+
+    def _ids_of_parameters(self) -> set[int]:
+        ids: set[int] = set()
+        for root in self._roots:
+            ids.update(map(id, root.module.parameters()))
+        return ids
+
+    def _end_update(self) -> None:
+        """Take the parameters of the last step, which its optimizer did not update itself.
+
+        They are updated before the next forward or step of the script.
+        """
+        if not self._awaits_update:
+            return
+        self._awaits_update = False
+        with self._aside():
+            self._records[-1] = self._records[-1]._replace(params=self._full_params())
+        if self._has_made_all():
+            raise Finished
+
+    def end(self) -> None:
+        """End the last update of a script that has ended itself."""
+        with suppress(Finished):
+            self._end_update()
+
+    def _full_params(self) -> Tensors:
+        params = dict(self.start)
+        for prefix, module, _ in self._roots:
+            params.update({prefix + name: x for name, x in full_values(module).items()})
+        return {name: params[name] for name in self.start}
+
+    def _set_options(self, optimizer: Optimizer) -> None:
+        """Take the options of the processes: schedules may depend on the number of these."""
+        step = len(self.options)
+        self.own_options.append(_options(optimizer))
+        if self._start_of_all is not None and step < len(self._start_of_all.options):
+            options = self._start_of_all.options[step]
+            for group, of_group in zip(optimizer.param_groups, options, strict=False):
+                for name, values in of_group.items():
+                    group[name] = values if isinstance(group.get(name), tuple) else values[0]
+        self.options.append(_options(optimizer))
 
     def _note_reading(self) -> None:
         """Note the batches that were read since the last step."""
@@ -409,17 +474,22 @@ class Watcher:
         self._batches.append(flatten(batch)[0])
 
     def _gradients_of(self, optimizer: Optimizer) -> tuple[Tensors, Tensors]:
-        """Return the gradients of what an optimizer updates: after the backward, and now."""
-        updated: set[int] = set()
-        for group in optimizer.param_groups:
-            updated.update(map(id, group["params"]))
+        """Return the gradients of what an optimizer updates: after the backward, and now.
+
+        If it updates other tensors than parameters, those of all parameters are the former.
+        """
+        updated = _ids_of(optimizer)
+        of_others = self._updates_other_tensors(optimizer)
         grads: Tensors = {}
         given: Tensors = {}
         for prefix, module, _ in self._roots:
-            if not any(id(p) in updated for p in module.parameters()):
+            is_updated = any(id(p) in updated for p in module.parameters())
+            if not (is_updated or of_others):
                 continue
             for name, x in full_gradients(module, self._taken).items():
                 grads[prefix + name] = x
+            if of_others:
+                continue
             for name, x in full_gradients(module, None).items():
                 taken = grads.get(prefix + name)
                 if taken is not None and torch.equal(x, taken):
@@ -428,8 +498,28 @@ class Watcher:
         return grads, given
 
 
-def _rates(optimizer: Optimizer) -> list[float]:
-    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+def _ids_of(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the tensors that an optimizer updates."""
+    ids: set[int] = set()
+    for group in optimizer.param_groups:
+        ids.update(map(id, group["params"]))
+    return ids
+
+
+def _options(optimizer: Optimizer) -> Options:
+    """Return the numbers in the groups of an optimizer: `lr`, and what else a schedule may set."""
+    options: Options = []
+    for group in optimizer.param_groups:
+        numbers: dict[str, tuple[float, ...]] = {}
+        for name, value in group.items():
+            if name == "lr":
+                numbers[name] = (float(value),)  # it may be a tensor
+                continue
+            values: Sequence[Any] = value if isinstance(value, tuple) else (value,)
+            if all(type(x) in (int, float) for x in values):
+                numbers[name] = tuple(values)
+        options.append(numbers)
+    return options
 
 
 # -- full values -----------------------------------------------------------------------------------

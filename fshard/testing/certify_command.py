@@ -19,6 +19,7 @@ from fshard.testing.certificate_page import certificate_page
 from fshard.testing.programs.certify import certify_program
 from fshard.testing.programs.record import MissingAxisError
 from fshard.testing.programs.source import program_named
+from fshard.testing.scripts.script import certify_script
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCES}
 
@@ -117,10 +118,7 @@ def _certified_program(
         program,
         meshes,
         steps=options.steps or 3,
-        dtype=_dtype(options),
-        splits=dict([_split(text) for text in options.split]),
-        parts=dict([_parts(text) for text in options.parts]),
-        same=options.same,
+        **_options_of_both(options),
         timeout=options.timeout or 60.0,
     )
 
@@ -128,8 +126,6 @@ def _certified_program(
 def _certified_script(
     options: argparse.Namespace, meshes: list[dict[str, int]], of_script: Sequence[str]
 ) -> Certificate:
-    from fshard.testing.programs.script import certify_script
-
     if options.program is not None:
         raise UsageError(
             f"what to certify must be one of FILE:NAME and --run FILE; got {options.program} and "
@@ -145,17 +141,20 @@ def _certified_script(
         of_script,
         steps=options.steps or 2,
         alone=None if options.alone is None else shlex.split(options.alone),
-        dtype=_dtype(options),
-        splits=dict([_split(text) for text in options.split]),
-        parts=dict([_parts(text) for text in options.parts]),
-        same=options.same,
+        **_options_of_both(options),
         record=options.record,
         timeout=options.timeout or 180.0,
     )
 
 
-def _dtype(options: argparse.Namespace) -> Any:
-    return None if options.dtype is None else DTYPES[options.dtype]
+def _options_of_both(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments that `certify_program` and `certify_script` have in common."""
+    return {
+        "dtype": None if options.dtype is None else DTYPES[options.dtype],
+        "splits": dict([_split(text) for text in options.split]),
+        "parts": dict([_parts(text) for text in options.parts]),
+        "same": options.same,
+    }
 
 
 def _axes(text: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The batches that a script reads: recorded in processes, and joined for the one process.
+"""The batches that a script reads: recorded in processes, and replaced in the one process.
 
     process 0   loader 0: rows 0 1 | rows 4 5        one process   loader 0: rows 0 1 2 3 | 4 5 6 7
     process 1   loader 0: rows 2 3 | rows 6 7
@@ -16,9 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fshard.mesh.layout import PyTree, flatten, unflatten
-from fshard.testing.programs.batches import Axes, coordinates_of, equal_axes, joined_batches
-from fshard.testing.programs.record import RankRecord
+from fshard.mesh.layout import PyTree
 
 Key = tuple[bool, int, int]
 """A pass over a loader: does it train, the number of the loader, the number of the pass."""
@@ -35,7 +33,7 @@ class Batches(NamedTuple):
         inputs: what models and losses got, in a script that reads no loader.
         samples: of each batch of a pass, before the loader put them together.
         targets: what the last stage of a pipeline got.
-        losses: the variable of the script whose list got the losses of the last stage.
+        losses_name: the variable of the script whose list got the losses of the last stage.
     """
 
     loaders: dict[Key, list[PyTree]]
@@ -43,7 +41,7 @@ class Batches(NamedTuple):
     inputs: list[PyTree]
     samples: dict[Key, list[Any]]
     targets: list[PyTree]
-    losses: str = ""
+    losses_name: str = ""
 
     def of_training(self) -> list[PyTree]:
         """Return the batches of the loader that the script trains on; else the inputs."""
@@ -81,7 +79,7 @@ class Reader:
 
         def iterate(loader: Any) -> Iterator[Any]:
             trains = torch.is_grad_enabled()
-            number = self._number(self._number_of, (trains, id(loader)), trains, loader)
+            number = self._number(loader, trains)
             done = self._passes.get((trains, number), 0)
             self._passes[trains, number] = done + 1
             return _Pass(self, (trains, number, done), original(loader), loader)
@@ -103,13 +101,13 @@ class Reader:
 
         return length
 
-    def _number(
-        self, numbers: dict[tuple[bool, int], int], key: tuple[bool, int], trains: bool, x: Any
-    ) -> int:
-        if key not in numbers:
-            self._alive.append(x)
-            numbers[key] = sum(kind == trains for kind, _ in numbers)
-        return numbers[key]
+    def _number(self, loader: Any, trains: bool) -> int:
+        """Return the number of a loader, among those for training or among the others."""
+        key = (trains, id(loader))
+        if key not in self._number_of:
+            self._alive.append(loader)
+            self._number_of[key] = sum(kind == trains for kind, _ in self._number_of)
+        return self._number_of[key]
 
     def batch(self, key: Key, number: int, own: _Own) -> Any:
         """Return the batch that a script gets from a loader, given the loader's own."""
@@ -159,7 +157,7 @@ class Reader:
             variables = sys._getframe(1).f_locals  # pyright: ignore[reportPrivateUsage]
             if losses is not None:
                 names = [name for name, value in variables.items() if value is losses]
-                self.read = self.read._replace(losses=names[0] if names else "")
+                self.read = self.read._replace(losses_name=names[0] if names else "")
 
             number = len(self.read.targets)
             if target is not None:
@@ -167,8 +165,9 @@ class Reader:
             elif self._replayed is not None and number < len(self._replayed.targets):
                 target = self._replayed.targets[number]
                 self.read.targets.append(target)
-                if losses is None and isinstance(variables.get(self._replayed.losses), list):
-                    losses = variables[self._replayed.losses]
+                of_last_stage = variables.get(self._replayed.losses_name)
+                if losses is None and isinstance(of_last_stage, list):
+                    losses = of_last_stage
             return original(schedule, *args, target=target, losses=losses, **kwargs)
 
         return step
@@ -176,10 +175,6 @@ class Reader:
     def has_loader(self) -> bool:
         """Return True if the script has read a batch for training from a loader."""
         return any(key[0] is TRAINS for key in self.read.loaders)
-
-    def count(self) -> int:
-        """Return the number of batches that were read for training."""
-        return len(self.read.of_training())
 
 
 class EndOfInputs(BaseException):
@@ -279,181 +274,3 @@ def _like(template: Any, batch: PyTree) -> Any:
             return cast("Any", type(template))(*items)
         return items if isinstance(batch, list) else tuple(items)
     return batch
-
-
-# -- in the parent ---------------------------------------------------------------------------------
-
-
-class Joining(NamedTuple):
-    """Joins the batches of processes to those of one.
-
-    Args:
-        axes: of the mesh.
-        splits: the dim of batches that is split along an axis, if it is not the rows.
-        turn: the number of batches in a microbatch, to give the microbatches of the processes one
-            after another, to a script that takes more of them in fewer processes. 0 joins them.
-        repeats: give equal microbatches of several processes as often as these have them.
-    """
-
-    axes: Axes
-    splits: Mapping[str, int]
-    turn: int = 0
-    repeats: bool = False
-
-    def joined(self, ranks: Sequence[Batches]) -> Batches:
-        """Return what the one process reads."""
-        loaders: dict[Key, list[PyTree]] = {}
-        for key, batches in ranks[0].loaders.items():
-            have_all = all(key in rank.loaders for rank in ranks)
-            if have_all:
-                loaders[key] = self._joined_pass(ranks, key)
-            elif key[0] is TRAINS:
-                loaders[key] = _dispatched(batches, ranks)
-        inputs = self._joined([rank.inputs for rank in ranks])
-        losses = [rank.losses for rank in ranks if rank.losses]
-        return Batches(
-            loaders,
-            ranks[0].lengths,
-            inputs,
-            {},
-            _joined_targets(ranks),
-            losses[0] if losses else "",
-        )
-
-    def _joined_pass(self, ranks: Sequence[Batches], key: Key) -> list[PyTree]:
-        batches = [rank.loaders[key] for rank in ranks]
-        try:
-            return self._joined(batches)
-        except ValueError:
-            # They differ in more than rows, as where each is padded to a length of its own.
-            samples = [rank.samples.get(key, []) for rank in ranks]
-            if not all(isinstance(x, list) for each in samples for x in each):
-                raise
-            number = min(len(each) for each in samples)
-            if number < min(len(each) for each in batches):
-                raise
-            return self._uncollated(batches, samples, number)
-
-    def _uncollated(
-        self, batches: Sequence[list[PyTree]], samples: Sequence[list[Any]], number: int
-    ) -> list[PyTree]:
-        """Return the samples of all processes; of those whose batches are equal, of one."""
-        records = [_record(flatten(each[:number])[0]) for each in batches]
-        equal = equal_axes(records, self.axes)
-        members: list[int] = []
-        for rank, coordinates in enumerate(coordinates_of(self.axes)):
-            repeats = [i for i, name in zip(coordinates, self.axes, strict=True) if name in equal]
-            if not any(repeats):
-                members.append(rank)
-        uncollated: list[PyTree] = []
-        for i in range(number):
-            together: list[Any] = []
-            for rank in members:
-                together += samples[rank][i]
-            uncollated.append(Uncollated(together))
-        return uncollated
-
-    def _joined(self, ranks: Sequence[Sequence[PyTree]]) -> list[PyTree]:
-        """Return the batches of all processes: joined, or those of one after another."""
-        number = min(len(batches) for batches in ranks)
-        if not number:
-            return []
-        lists = [list(batches[:number]) for batches in ranks]
-        if self.turn:
-            return _in_turn(lists if self.repeats else _different(lists), self.turn)
-
-        leaves_of_ranks = [flatten(batches)[0] for batches in lists]
-        _, structure = flatten(lists[0])
-        if len({len(leaves) for leaves in leaves_of_ranks}) > 1:
-            raise ValueError("certify: the batches of processes must have the same structure.")
-        columns = [*zip(*leaves_of_ranks, strict=True)]
-        rows: set[int] = set()
-        for column in columns:
-            if not _are_equal(column):
-                rows.update([len(x) for x in column if _has_rows(x)])
-        kept: dict[int, Any] = {}
-        for position, column in enumerate(columns):
-            # A mask that all rows share is no rows, and a text is nothing to compute with.
-            is_shared = not _has_rows(column[0]) or len(column[0]) not in rows
-            is_text = isinstance(column[0], str)
-            if is_text or (is_shared and _are_equal(column)):
-                kept[position] = column[0]
-
-        records: list[RankRecord] = []
-        for leaves in leaves_of_ranks:
-            records.append(_record([x for i, x in enumerate(leaves) if i not in kept]))
-        (leaves_of_all,) = joined_batches(records, self.axes, self.splits)
-        joined = iter(leaves_of_all)
-        leaves = [kept[i] if i in kept else next(joined) for i in range(len(columns))]
-        return cast(list[PyTree], unflatten(structure, leaves))
-
-
-def _dispatched(batches: Sequence[PyTree], ranks: Sequence[Batches]) -> list[PyTree]:
-    """Return the batches of a loader that process 0 alone reads, and sends to the others.
-
-    It reads a batch for each process, or one that it splits: the inputs of the others show it.
-    """
-    n = len(ranks)
-    of_one = [rank.inputs[0] for rank in ranks[1:] if rank.inputs]
-    of_batch = [x for x in flatten(list(batches[:1]))[0] if _has_rows(x)]
-    if of_one and of_batch and len(of_batch[0]) == n * len(cast(Tensor, of_one[0])):
-        return list(batches)
-    groups = [batches[i : i + n] for i in range(0, len(batches), n)]
-    return [_in_one(group) for group in groups if len(group) == n]
-
-
-def _in_turn(lists: Sequence[Sequence[PyTree]], size: int) -> list[PyTree]:
-    """Return a microbatch of each process in turn."""
-    turns: list[PyTree] = []
-    for begin in range(0, len(lists[0]), size):
-        for batches in lists:
-            turns += batches[begin : begin + size]
-    return turns
-
-
-def _different(lists: Sequence[Sequence[PyTree]]) -> list[Sequence[PyTree]]:
-    """Return lists of batches without those that are equal to another one."""
-    different: list[Sequence[PyTree]] = []
-    for batches in lists:
-        leaves = flatten(batches)[0]
-        if not any(_are_equal_lists(leaves, flatten(others)[0]) for others in different):
-            different.append(batches)
-    return different
-
-
-def _are_equal_lists(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
-    return len(xs) == len(ys) and all(map(_are_equal, zip(xs, ys, strict=True)))
-
-
-def _joined_targets(ranks: Sequence[Batches]) -> list[PyTree]:
-    """Return the targets of the ranks that have some; of equal ones, those of one."""
-    different = _different([rank.targets for rank in ranks if rank.targets])
-    if not different:
-        return []
-    return [_in_one(targets) for targets in zip(*different, strict=True)]
-
-
-def _in_one(batches: Sequence[PyTree]) -> PyTree:
-    """Return several batches as one."""
-    records = [_record(flatten(batch)[0]) for batch in batches]
-    (leaves,) = joined_batches(records, {"ranks": len(batches)})
-    return unflatten(flatten(batches[0])[1], list(leaves))
-
-
-def _record(leaves: Sequence[Any]) -> RankRecord:
-    return RankRecord(batches=[leaves], losses=[], start={}, grads=[], params=[])
-
-
-def _has_rows(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.ndim > 0
-
-
-def _are_equal(column: Sequence[Any]) -> bool:
-    first = column[0]
-    for x in column[1:]:
-        if isinstance(first, Tensor):
-            if not isinstance(x, Tensor) or not torch.equal(first, x):
-                return False
-        elif x != first:
-            return False
-    return True
