@@ -29,6 +29,9 @@ class CertificateRow(NamedTuple):
     subject: str = ""
 
 
+WARNING = "WARNING"
+"""A note with this word is above the table: the verdict may be right, and the program is not."""
+
 FEW = 3
 """Leaves with the same reason from which on a table has one row for them."""
 
@@ -102,6 +105,11 @@ class Certificate(Tabular):
         """The row that fails first: see `first_of`."""
         return first_of(self.rows, prefers_causes=self.column == "mesh")
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The notes on what looks wrong in the program, such as data that is not divided."""
+        return tuple([note for note in self.notes if WARNING in note])
+
     def check(self) -> Certificate:
         """Raise an AssertionError with the table if any leaf is DIVERGENT or INCONCLUSIVE.
 
@@ -137,8 +145,10 @@ class Certificate(Tabular):
             TableColumn("bound", "error"),
             TableColumn("reason"),
         )
-        note = " ".join([f"{self.steps} steps.", *self.notes, self.unseen])
-        table = Table(columns, title=self.title, lead=self._lead(), notes=(note,))
+        quiet = [note for note in self.notes if note not in self.warnings]
+        note = " ".join([f"{self.steps} steps.", *quiet, self.unseen])
+        lead = "\n".join([line for line in (*self.warnings, self._lead()) if line])
+        table = Table(columns, title=self.title, lead=lead, notes=(note,))
         stage = None
         for row in _merged(self.rows):
             is_first_of_stage = row.stage != stage

@@ -58,6 +58,8 @@ def certificate_page(certificate: Certificate) -> str:
         of_stages.setdefault(row.stage, []).append(row)
 
     parts = [f"<h1>{escape(certificate.title)}</h1>", f"<p>{verdict}</p>"]
+    for note in certificate.notes:
+        parts.append(f"<p>{escape(note)}</p>")
     for stage, rows in of_stages.items():
         parts.append(f"<h2>{escape(certificate.column)} {escape(str(stage))}</h2>")
         parts.append(_list_of(_tree(rows)))

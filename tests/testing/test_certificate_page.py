@@ -83,3 +83,14 @@ def test_a_page_escapes_texts_and_names_the_first_failure(text):
 
 def test_a_page_needs_no_script_and_no_network(text):
     assert "<script" not in text and "http" not in text
+
+
+def test_notes_are_on_the_page_and_warnings_above_the_table_too():
+    notes = ("Bounds are those of bf16.", "WARNING: 3 of 8 rows are read by several ranks.")
+    certificate = Certificate(ROWS[:1], 2, "runs", "It sees not all.", "mesh", notes)
+    page = certificate_page(certificate)
+    assert all(f"<p>{note}</p>" in page for note in notes)
+
+    lead, *rest = str(certificate).splitlines()
+    assert lead == notes[1]
+    assert "Bounds are those of bf16." in " ".join(" ".join(rest).split())

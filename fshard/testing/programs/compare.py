@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard.errors import PromiseError
 from fshard.rounding import TOLERANCES, bound_of, largest
-from fshard.testing.certificate import CertificateRow
+from fshard.testing.certificate import WARNING, CertificateRow
 from fshard.testing.programs.batches import (
     Axes,
     equal_axes,
@@ -106,8 +106,8 @@ def notes_on(
     repeated, rows = repeated_rows(ranks, axes)
     if repeated:
         notes.append(
-            f"WARNING: {repeated} of {rows} rows are read by several ranks. Is the data set divided, "
-            "as by a DistributedSampler?"
+            f"{WARNING}: {repeated} of {rows} rows are read by several ranks. Is the data set "
+            "divided, as by a DistributedSampler?"
         )
     dtypes = Dtypes(ranks, dtype)
     lower = [str(dtype) for dtype in dtypes.seen if dtype not in dtypes.undeclared]
