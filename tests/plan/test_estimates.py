@@ -155,7 +155,6 @@ def test_gradients_under_way_are_as_many_as_in_the_program(name, layers, fields)
     estimate = PlanEstimate(plan, LayerTracer(layered, H100))
     report = estimate.cost(model.build())
     assert estimate.peak == pytest.approx(report.peak(), rel=1e-3)
-    assert estimate.seconds == pytest.approx(report.seconds, rel=1e-2)
 
 
 @pytest.mark.parametrize("zero_stage", [thorough(0), 1])
