@@ -38,7 +38,7 @@ from fshard.plan.formulas import (
     layers_of_stages,
     least_bytes_of_device,
     microbatches_in_flight,
-    shards_gradients,
+    reduces_in_backward,
     shards_params,
     sum_seconds,
     update_seconds,
@@ -46,14 +46,13 @@ from fshard.plan.formulas import (
 )
 from fshard.plan.layers import LayerCost, LayerTracer, ModelCost
 from fshard.plan.programs.shortened import (
-    FEWEST_LAYERS,
-    FEWEST_WITH_EXPERTS,
-    FEWEST_WITH_REPLICAS,
     ProgramCost,
+    ShortPrograms,
     cost_of_program,
+    fewest_layers,
     layers_of_programs,
-    size_of_programs,
-    steps_of_program,
+    microbatches_of_programs,
+    steps_of_programs,
 )
 from fshard.plan.programs.staged import (
     cost_of_stages,
@@ -159,21 +158,22 @@ class PlanEstimate:
         """The layers, times microbatches, that run for the cost of the program."""
         if self._is_by_stages:
             return size_of_stages(self.plan, self._program_steps)
-        return size_of_programs(self._layers_of_programs, self.plan, self._program_steps)
+        return self._programs.size
 
     @cached_property
-    def _layers_of_programs(self) -> list[int]:
-        """The layers of each program that runs, if none is of four stages."""
-        least = FEWEST_LAYERS
-        if self.tracer.model.experts:
-            least = FEWEST_WITH_EXPERTS
-        if self.plan.replicas > 1:
-            least = FEWEST_WITH_REPLICAS
+    def _programs(self) -> ShortPrograms:
+        """The programs that run, if none is of four stages."""
+        plan = self.plan
+        least = fewest_layers(plan, has_experts=bool(self.tracer.model.experts))
         waiting = self._layers_behind_the_last_gradients
         if waiting < self.layers:
             least = max(least, waiting + 1)
         gradients = self.model.layer.parameters  # a gradient has the dtype of its parameter
-        return layers_of_programs(self.layers, self.plan, least, gradients)
+        return ShortPrograms(
+            layers=layers_of_programs(self.layers, plan, least, gradients),
+            microbatches=microbatches_of_programs(plan, gradients),
+            steps=self._program_steps,
+        )
 
     @property
     def _layers_behind_the_last_gradients(self) -> int:
@@ -182,9 +182,7 @@ class PlanEstimate:
         A model has a large head: while a layer's backward takes longer than its reduction, each
         layer shortens the queue of the network. It is never empty if a reduction takes longer.
         """
-        plan = self.plan
-        reduces_each_backward = plan.microbatches == 1 or shards_gradients(plan)
-        if plan.in_stages or shards_params(plan) or not reduces_each_backward:
+        if shards_params(self.plan) or not reduces_in_backward(self.plan):
             return 0
         layer = self.model.layer
         # A gradient that is no sum of several has the dtype, and the bytes, of its parameter.
@@ -202,7 +200,7 @@ class PlanEstimate:
 
     @cached_property
     def _program_steps(self) -> int:
-        return steps_of_program(self.plan, self.approximate_seconds())
+        return steps_of_programs(self.plan, self.approximate_seconds())
 
     @cached_property
     def program(self) -> ProgramCost | None:
@@ -216,7 +214,7 @@ class PlanEstimate:
             known = self.tracer.measured_stages
             more = self._seconds_after_layers - self._with_few_data()._seconds_after_layers
             return cost_of_stages(model, self.plan, self.cluster, steps, layers, more, known)
-        return cost_of_program(model, self.plan, self.cluster, steps, self._layers_of_programs)
+        return cost_of_program(model, self.plan, self.cluster, self._programs)
 
     def _with_few_data(self) -> PlanEstimate:
         return replace(self, plan=replace(self.plan, data=data_of_program(self.plan)))

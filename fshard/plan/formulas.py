@@ -108,14 +108,40 @@ def shards_gradients(plan: Parallelism) -> bool:
     return plan.zero_stage >= 2 and not plan.in_stages
 
 
+def reduces_in_backward(plan: Parallelism) -> bool:
+    """Return True if gradients are reduced while each backward runs, and not after the last one.
+
+    Below ZeRO-2 they are sums over all microbatches before.
+    """
+    return not plan.in_stages and (plan.microbatches == 1 or shards_gradients(plan))
+
+
 def shards_state(plan: Parallelism) -> bool:
     """Return True if each device has a part of the optimizer's state."""
     return plan.zero_stage >= 1
 
 
-def divided(size: int, plan: Parallelism, is_sharded: bool) -> int:
-    """Return the bytes that a device has of a size, which devices along "data" share or not."""
-    return size // cast(int, plan.data) if is_sharded else size
+def part_of_device(plan: Parallelism, cost: LayerCost) -> float:
+    """Return the part of parameters that a device has of those that devices of ZeRO share.
+
+    These devices are along "data", and along "expert" too but for the experts themselves, of which
+    each device along "expert" has others: see `Parallelism.zero_axes`.
+    """
+    of_experts = cost.of_experts / max(cost.parameters, 1)
+    dense = 1 - of_experts
+    return (of_experts + dense / plan.experts) / cast(int, plan.data)
+
+
+def divided(size: int, plan: Parallelism, cost: LayerCost, is_sharded: bool) -> int:
+    """Return the bytes that a device has of a size, which devices of ZeRO share or not.
+
+    Args:
+        size: of what has equally many bytes for each parameter, such as gradients.
+        plan: sizes and options.
+        cost: of the layers that the size is of.
+        is_sharded: False if each device has all of it.
+    """
+    return int(size * part_of_device(plan, cost)) if is_sharded else size
 
 
 def bytes_of_device(
@@ -143,14 +169,14 @@ def bytes_of_device(
     """
     has_sums = cast(int, plan.microbatches) > 1
     gradients = device.sums if has_sums else device.gradients
-    state = divided(device.state, plan, shards_state(plan))
-    update = divided(device.casts, plan, shards_state(plan))
+    state = divided(device.state, plan, device, shards_state(plan))
+    update = divided(device.casts, plan, device, shards_state(plan))
     if plan.state_memory == "host":
         update += _streamed_state(plan, state, model)
         state = 0
     sizes = {
-        "parameters": divided(device.parameters, plan, shards_params(plan)),
-        "gradients": divided(gradients, plan, shards_gradients(plan)),
+        "parameters": divided(device.parameters, plan, device, shards_params(plan)),
+        "gradients": divided(gradients, plan, device, shards_gradients(plan)),
         "state": state,
         "unsharded": _unsharded_params(plan, stages, model),
     }
@@ -161,12 +187,21 @@ def bytes_of_device(
 
 def _unsharded_params(plan: Parallelism, stages: Sequence[LayerCost], model: ModelCost) -> int:
     """Return the bytes of unsharded units of ZeRO-3: of layers, or of all layers of a stage."""
-    if not shards_params(plan) or plan.data == 1:
+    if not shards_params(plan):
         return 0
     if plan.in_stages:
         units = min(cast(int, plan.chunks), UNSHARDED_UNITS)
-        return units * max([stage.parameters for stage in stages])
-    return UNSHARDED_UNITS * model.layer.parameters
+        return units * max([_gathered_params(plan, stage) for stage in stages])
+    return UNSHARDED_UNITS * _gathered_params(plan, model.layer)
+
+
+def _gathered_params(plan: Parallelism, cost: LayerCost) -> int:
+    """Return the bytes of the parameters of which a device has a shard: see `part_of_device`."""
+    if plan.data != 1:
+        return cost.parameters
+    if plan.experts != 1:
+        return cost.parameters - cost.of_experts
+    return 0
 
 
 def _streamed_state(plan: Parallelism, state: int, model: ModelCost) -> int:
@@ -175,8 +210,10 @@ def _streamed_state(plan: Parallelism, state: int, model: ModelCost) -> int:
     The state is streamed in groups, of a part of it or of one large leaf: the ends of a model have
     the largest leaves, the table of words.
     """
-    largest_leaf = max(model.first.state, model.last.state)
-    leaf = divided(largest_leaf, plan, shards_state(plan))
+    leaves = list[int]()
+    for end in (model.first, model.last):
+        leaves.append(divided(end.state, plan, end, shards_state(plan)))
+    leaf = max(leaves)
     group = min(state // GROUPS, LARGEST)
     return STREAMED_GROUPS * max(group, leaf)
 
@@ -229,9 +266,9 @@ def least_bytes_of_device(
     its first stage; of another one a single chunk of one microbatch is certain.
     """
     state = device.state if plan.state_memory == "device" else 0
-    kept = divided(device.parameters, plan, shards_params(plan))
-    kept += divided(state, plan, shards_state(plan))
-    gradients = divided(device.gradients, plan, shards_gradients(plan))
+    kept = divided(device.parameters, plan, device, shards_params(plan))
+    kept += divided(state, plan, device, shards_state(plan))
+    gradients = divided(device.gradients, plan, device, shards_gradients(plan))
     saved = model.layer.saved
     if coordinate == 0:
         saved *= layers[0] * microbatches_in_flight(plan)
@@ -284,7 +321,8 @@ def sum_seconds(plan: Parallelism, device: LayerCost, bandwidth: float) -> float
     microbatches = cast(int, plan.microbatches)
     if microbatches == 1:
         return 0.0
-    traffic = divided(device.gradients + 2 * device.sums, plan, shards_gradients(plan))
+    bytes_of_addition = device.gradients + 2 * device.sums
+    traffic = divided(bytes_of_addition, plan, device, shards_gradients(plan))
     return traffic * microbatches / bandwidth
 
 
@@ -294,4 +332,5 @@ def update_seconds(plan: Parallelism, device: LayerCost, host_bandwidth: float) 
     A state on the host is sent to the device beside the update.
     """
     to_device = device.state / host_bandwidth if plan.state_memory == "host" else 0.0
-    return max(device.update, to_device) / (cast(int, plan.data) if shards_state(plan) else 1)
+    seconds = max(device.update, to_device)
+    return seconds * part_of_device(plan, device) if shards_state(plan) else seconds

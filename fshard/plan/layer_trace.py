@@ -36,6 +36,7 @@ class TracedStep(NamedTuple):
             (of the last), "layer backward", "first backward", "update".
         active: the bytes of activations at the begin of each phase.
         parameters, sums: the bytes of "first", "layer" and "last", and of sums of their gradients.
+        of_experts: the bytes of those parameters that are sharded along "expert".
         state: the bytes of the optimizer's state.
     """
 
@@ -43,6 +44,7 @@ class TracedStep(NamedTuple):
     active: dict[str, int]
     parameters: dict[str, int]
     sums: dict[str, int]
+    of_experts: dict[str, int]
     state: int
 
 
@@ -144,6 +146,7 @@ class LayerTrace:
             active=self.active,
             parameters=self._bytes_of_phases(least=1),
             sums=self._bytes_of_phases(least=4),
+            of_experts=self._bytes_of_phases(least=1, axis="expert"),
             state=_bytes_of(self.program.arguments[1]),
         )
 
@@ -199,10 +202,14 @@ class LayerTrace:
                 events.append(event._replace(unit=phase) if is_of_phase else event)
         return events
 
-    def _bytes_of_phases(self, least: int) -> dict[str, int]:
+    def _bytes_of_phases(self, least: int, axis: str | None = None) -> dict[str, int]:
         """Return the bytes of the parameters of each phase, if a number has at least `least` bytes.
 
         Those that are registered before the layers are of the first phase.
+
+        Args:
+            least: bytes of a number.
+            axis: that shards the parameters; None: of all parameters.
         """
         sizes = {"first": 0, "layer": 0, "last": 0}
         phase = "first"
@@ -212,6 +219,8 @@ class LayerTrace:
             elif phase != "first":
                 phase = "last"
             for leaf in flatten(x)[0]:  # several, of a fused weight that is sharded in parts
+                if axis is not None and axis not in leaf.spec.axes:
+                    continue
                 width = leaf.dtype.itemsize
                 sizes[phase] += _bytes_of(leaf) * max(least, width) // width
         return sizes

@@ -37,6 +37,7 @@ class LayerCost:
         flops: operations of matrix products and attention, with those that are recomputed.
         model_flops: these without those that are recomputed: see `_model_flops`.
         parameters, gradients, state: bytes.
+        of_experts: bytes of parameters, those that devices along "expert" have different ones of.
         sums: bytes of gradients that are added over microbatches, in at least 32 bits.
         casts: bytes that the update has for a while, such as gradients in 32 bits.
         saved: bytes of activations, from the forward to the backward.
@@ -49,6 +50,7 @@ class LayerCost:
     flops: int = 0
     model_flops: int = 0
     parameters: int = 0
+    of_experts: int = 0
     gradients: int = 0
     sums: int = 0
     state: int = 0
@@ -248,6 +250,7 @@ def costs_of(step: TracedStep, cluster: Cluster, mesh: Mesh) -> list[LayerCost]:
             flops=sum([event.flops for event in operations if event.unit in phases]),
             model_flops=_model_flops(phase, operations),
             parameters=step.parameters[phase],
+            of_experts=step.of_experts[phase],
             gradients=round(gradients * share),
             sums=step.sums[phase],
             state=round(step.state * share),

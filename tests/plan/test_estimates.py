@@ -10,8 +10,10 @@ from random import Random
 import pytest
 import torch
 
+import fshard as fs
 from fshard import optim
 from fshard.errors import PlanError
+from fshard.mesh.layout import flatten
 from fshard.parallelism import Parallelism
 from fshard.pipeline.split.balance import partition
 from fshard.plan import PlanEstimate, Transformer, cluster, search
@@ -114,13 +116,21 @@ def test_estimates_are_within_a_tenth_of_the_program(seed):
     "fields",
     [
         {"data": 8, "zero_stage": 2, "microbatches": 6},
-        {"data": 2, "tensor": 4, "sequence_mode": "megatron", "zero_stage": 3, "microbatches": 5},
+        thorough(
+            {
+                "data": 2,
+                "tensor": 4,
+                "sequence_mode": "megatron",
+                "zero_stage": 3,
+                "microbatches": 5,
+            }
+        ),
         thorough({"data": 4, "pipeline": 2, "microbatches": 9}),
     ],
 )
 def test_estimates_of_many_layers_and_microbatches_are_the_programs(fields):
     """Both numbers are beyond those of the programs that run: the lines through these go on."""
-    model = replace(LLAMA_7B, layers=9)
+    model = replace(LLAMA_7B, layers=12)
     plan = Parallelism(**{"data": 1, **fields})
     layered = layered_model(model, None, ADAMW, None, None)
     estimate = PlanEstimate(plan, LayerTracer(layered, H100))
@@ -128,6 +138,50 @@ def test_estimates_of_many_layers_and_microbatches_are_the_programs(fields):
     assert estimate.program_size < model.layers * plan.microbatches
     assert estimate.peak == pytest.approx(report.peak(), rel=1e-3)
     assert estimate.seconds == pytest.approx(report.seconds, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "fields"),
+    [
+        ("small", 10, {"data": 32, "zero_stage": 3, "microbatches": 2, "recompute": "full"}),
+        ("tiny", 4, {"data": 4, "replicas": 2, "zero_stage": 2, "microbatches": 6}),
+        ("Mistral", 10, {"data": 4, "zero_stage": 2, "microbatches": 2, "recompute": "full"}),
+    ],
+)
+def test_gradients_under_way_are_as_many_as_in_the_program(name, layers, fields):
+    """Their queue is full after some layers, or microbatches if all layers are one bucket."""
+    model = replace(MODELS[name], layers=layers)
+    plan = Parallelism(**fields)
+    layered = layered_model(model, None, ADAMW, None, None)
+    estimate = PlanEstimate(plan, LayerTracer(layered, H100))
+    report = estimate.cost(model.build())
+    assert estimate.peak == pytest.approx(report.peak(), rel=1e-3)
+
+
+@pytest.mark.parametrize("zero_stage", [thorough(0), 1])
+def test_seconds_of_buckets_of_several_layers_are_the_programs(zero_stage):
+    """A bucket has the gradients of four layers: one layer more adds a bucket, or none."""
+    model = replace(MODELS["small"], layers=16)
+    plan = Parallelism(data=8, zero_stage=zero_stage)
+    layered = layered_model(model, None, ADAMW, None, None)
+    estimate = PlanEstimate(plan, LayerTracer(layered, H100))
+    assert estimate.seconds == pytest.approx(estimate.cost(model.build()).seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_formulas_shard_dense_parameters_along_experts_too(zero_stage):
+    plan = Parallelism(data=2, experts=4, zero_stage=zero_stage)
+    estimate = PlanEstimate(plan, tracer("experts"))
+    report = estimate.cost(MODELS["experts"].build())
+    parameters, state, _ = [stored_bytes(tree) for tree in report.arguments]
+    assert estimate.formula_memory["parameters"] == pytest.approx(parameters, rel=1e-3)
+    assert estimate.formula_memory["state"] == pytest.approx(state, rel=1e-3)
+    assert estimate.least_memory() <= report.peak()
+
+
+def stored_bytes(tree):
+    """Return the bytes of a tree on the first device."""
+    return sum([x.shards[0].nbytes for x in flatten(tree)[0] if isinstance(x, fs.Sharded)])
 
 
 STAGED = (

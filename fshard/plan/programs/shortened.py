@@ -1,6 +1,6 @@
 """`cost_of_program`: the cost of a plan's program, from those of shorter programs of the same plan.
 
-    layers          2 ──> 3 ──────────> all       in stages: the stages' first ──> one more in each
+    layers          4 ──> 5 ──────────> all       in stages: the stages' first ──> one more in each
     microbatches    3 ──> 4 ──────────> all
 
 A shorter program runs as `fs.plan.cost` runs the one of all layers: on the abstract mesh, with the
@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from math import ceil
 from typing import NamedTuple, cast
 
 from fshard.parallelism.value import Parallelism
 from fshard.plan.cluster import Cluster
 from fshard.plan.cost import Cost
-from fshard.plan.formulas import shards_params
+from fshard.plan.formulas import reduces_in_backward, shards_params
 from fshard.plan.program import LayeredModel
 from fshard.plan.programs.numbers import LOSS, ProgramCost, cost_of_short_program, peaks
 from fshard.transforms.options import default_bucket
@@ -35,25 +34,39 @@ from fshard.transforms.options import default_bucket
 #     operations, bytes sent       a + b L + c M + d L M, exactly
 #     seconds                      the same, once the queues are steady: each wait is a maximum of
 #                                  such sums, and the same one of them is largest from then on
-#     peak before the update,      a + b L + c M each, since it is the peak of the first or of the
-#     and in the update            last layer; the peak of the step is the larger one
+#     peak before the update,      a + b L each, once the queues are full, since it is the peak of
+#     and in the update            one layer: the n-th from either end; the peak of the step is the
+#                                  larger one
 #
-# Two sizes of each number give the coefficients: FEWEST and one more. "One more" is as many as
-# repeat themselves:
+# Two numbers of layers give the coefficients: the fewest with which the queues are full, and one
+# more. "One more" is as many as repeat themselves:
 #
-#     stages      each has a number of layers, or one more: a program has as many stages of either
-#                 kind, and one layer more in each
-#     ZeRO-2      a bucket of gradients has several layers, if these are small: a bucket more, with
-#                 the same remainder
+#     stages       each has a number of layers, or one more: a program has as many stages of either
+#                  kind, and one layer more in each
+#     buckets      a bucket of gradients has several layers, if these are small: a bucket more, with
+#                  the same remainder
+#
+# Note [Gradients under way]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Where gradients are reduced while a backward runs, those of some layers are under way while one
+# computes the next: `in_flight` buckets, 2 by default. Until as many are under way as with more
+# layers, and none of them is of the head, the peak is on no line. With ZeRO-3 that takes four
+# layers, as measured with a model of 8 MB a layer; each layer adds to the peak
+#
+#     layers     3        4        5        6        7
+#     MB         25.2     23.3     16.8     16.8     16.8
+#
+# A bucket of all layers' gradients is sent once in a microbatch: then the same queue is one of
+# microbatches, and full after four.
 
 FEWEST_LAYERS = 2
-"""With these the gathers of ZeRO-3 are as far ahead as with more."""
+"""With these the first layer is another one than the last."""
 
 FEWEST_WITH_EXPERTS = 3
 """With these the gradients of a layer before, at the peak, are as many as with more."""
 
-FEWEST_WITH_REPLICAS = 4
-"""With these as many gradients are in both rounds of their reduction as with more."""
+FULL_QUEUE = 4
+"""With these layers, or microbatches, a queue is full: see Note [Gradients under way]."""
 
 FEWEST_MICROBATCHES = 3
 """The first makes the sums of gradients, the last reduces them; one is between."""
@@ -63,6 +76,25 @@ ALL_FORWARDS_FIRST = ("gpipe", "bfs")
 
 BRIEF = 0.03
 """Seconds of a step in which a few sums more would be seen."""
+
+
+class ShortPrograms(NamedTuple):
+    """The programs that run in place of a plan's.
+
+    Args:
+        layers: of each program: of the one of all layers, or of two shorter ones.
+        microbatches: of each program.
+        steps: that run, of which the last one counts: see `cost_on_mesh`.
+    """
+
+    layers: Sequence[int]
+    microbatches: int
+    steps: int
+
+    @property
+    def size(self) -> int:
+        """The layers, times microbatches, that run."""
+        return sum(self.layers) * self.microbatches * self.steps
 
 
 class ProgramNumbers(NamedTuple):
@@ -95,7 +127,7 @@ class ProgramNumbers(NamedTuple):
 
 
 def cost_of_program(
-    model: LayeredModel, plan: Parallelism, cluster: Cluster, steps: int, layers: Sequence[int]
+    model: LayeredModel, plan: Parallelism, cluster: Cluster, programs: ShortPrograms
 ) -> ProgramCost:
     """Return the cost of the program of a plan, with all layers and microbatches.
 
@@ -103,14 +135,12 @@ def cost_of_program(
         model: with any number of layers.
         plan: its sizes and options, with `data` as a number.
         cluster: the machine.
-        steps: that run, of which the last one counts: see `steps_of_program`.
-        layers: of each program that runs: see `layers_of_programs`.
+        programs: that run.
     """
-    run = partial(_numbers_of, model, plan, cluster, steps)
-    fewest, most = layers[0], layers[-1]
-    numbers = run(fewest)
+    fewest, most = programs.layers[0], programs.layers[-1]
+    numbers = _numbers_of(model, plan, cluster, programs, fewest)
     if fewest < model.layers:
-        numbers_of_more = run(most)
+        numbers_of_more = _numbers_of(model, plan, cluster, programs, most)
         fraction = Fraction(model.layers - fewest, most - fewest)
         pairs = zip(numbers, numbers_of_more, strict=True)
         numbers = [less.extended(more, fraction) for less, more in pairs]
@@ -124,12 +154,10 @@ def cost_of_program(
     return ProgramCost(seconds, memory)
 
 
-def size_of_programs(layers: Sequence[int], plan: Parallelism, steps: int = 1) -> int:
-    """Return the layers, times microbatches, that programs of some layers run in some steps."""
-    return sum(layers) * _microbatches_of_program(plan) * steps
+# -- which programs run ----------------------------------------------------------------------------
 
 
-def steps_of_program(plan: Parallelism, seconds: float) -> int:
+def steps_of_programs(plan: Parallelism, seconds: float) -> int:
     """Return the steps that run, of which the last one counts: see `cost_on_mesh`.
 
     In the first step devices agree on the order of units by a few small sums more. In a step that
@@ -140,6 +168,16 @@ def steps_of_program(plan: Parallelism, seconds: float) -> int:
         seconds: of the step, about.
     """
     return 2 if shards_params(plan) or seconds < BRIEF else 1
+
+
+def fewest_layers(plan: Parallelism, *, has_experts: bool) -> int:
+    """Return the layers with which a program without stages is as it is with more.
+
+    See Note [Gradients under way].
+    """
+    if reduces_in_backward(plan):
+        return FULL_QUEUE
+    return FEWEST_WITH_EXPERTS if has_experts else FEWEST_LAYERS
 
 
 def layers_of_programs(layers: int, plan: Parallelism, least: int, gradients: int) -> list[int]:
@@ -153,7 +191,7 @@ def layers_of_programs(layers: int, plan: Parallelism, least: int, gradients: in
         least: layers with which a program without stages is as it is with more.
         gradients: bytes of a layer's gradients on a device.
     """
-    if plan.stages > 1:
+    if plan.in_stages:
         period = plan.stages
         fewest = plan.stages + layers % plan.stages
     else:
@@ -166,30 +204,42 @@ def layers_of_programs(layers: int, plan: Parallelism, least: int, gradients: in
     return [fewest, most]
 
 
+def microbatches_of_programs(plan: Parallelism, gradients: int) -> int:
+    """Return the number of microbatches of the programs that run: of few, all.
+
+    In stages the schedule repeats itself for each round of as many microbatches as devices, once
+    all devices are busy: see `_repeated_microbatches`.
+
+    Args:
+        plan: its sizes and options.
+        gradients: bytes of a layer's gradients on a device.
+    """
+    microbatches = cast(int, plan.microbatches)
+    if plan.in_stages:
+        if plan.schedule in ALL_FORWARDS_FIRST:
+            return microbatches
+        rounds = 3 * plan.pipeline + microbatches % plan.pipeline
+        return min(microbatches, rounds)
+
+    fewest = FEWEST_MICROBATCHES
+    if _layers_of_bucket(plan, gradients) > 1:
+        fewest = FULL_QUEUE  # the bucket may be one of all layers
+    return min(microbatches, fewest)
+
+
 def _layers_of_bucket(plan: Parallelism, gradients: int) -> int:
     """Return the layers whose gradients a device keeps until it reduces them.
 
-    Below ZeRO-2 it keeps those of all layers, and with ZeRO-3 it reduces each layer's at once.
+    After several microbatches without ZeRO-2 it keeps those of all layers, and with ZeRO-3 it
+    reduces each layer's at once.
     """
-    keeps_bucket = plan.zero_stage == 2 and cast(int, plan.data) > 1
+    keeps_bucket = reduces_in_backward(plan) and not shards_params(plan)
     if not keeps_bucket or not gradients:
         return 1
     return ceil(default_bucket("cuda") / gradients)
 
 
-def _microbatches_of_program(plan: Parallelism) -> int:
-    """Return the number of microbatches of a program: of few, all.
-
-    In stages the schedule repeats itself for each round of as many microbatches as devices, once
-    all devices are busy: see `_repeated_microbatches`.
-    """
-    microbatches = cast(int, plan.microbatches)
-    if not plan.in_stages:
-        return min(microbatches, FEWEST_MICROBATCHES)
-    if plan.schedule in ALL_FORWARDS_FIRST:
-        return microbatches
-    rounds = 3 * plan.pipeline + microbatches % plan.pipeline
-    return min(microbatches, rounds)
+# -- a program that runs ---------------------------------------------------------------------------
 
 
 def _repeated_microbatches(plan: Parallelism) -> int:
@@ -198,13 +248,12 @@ def _repeated_microbatches(plan: Parallelism) -> int:
 
 
 def _numbers_of(
-    model: LayeredModel, plan: Parallelism, cluster: Cluster, steps: int, layers: int
+    model: LayeredModel, plan: Parallelism, cluster: Cluster, programs: ShortPrograms, layers: int
 ) -> list[ProgramNumbers]:
     """Return the numbers of each device in a program of some layers, with all microbatches."""
-    microbatches = _microbatches_of_program(plan)
-    short = replace(plan, microbatches=microbatches)
-    cost = cost_of_short_program(model, short, cluster, steps, layers)
-    missing = cast(int, plan.microbatches) - microbatches
+    short = replace(plan, microbatches=programs.microbatches)
+    cost = cost_of_short_program(model, short, cluster, programs.steps, layers)
+    missing = cast(int, plan.microbatches) - programs.microbatches
     seconds_of_missing = 0.0
     if missing:
         seconds_of_missing = missing * _seconds_of_microbatch(plan, cost)

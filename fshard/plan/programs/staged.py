@@ -73,8 +73,18 @@ Bytes = tuple[float, ...]
 """Bytes by purpose, in the order of `NAMES`."""
 
 
+FIRST, MIDDLE, LAST = range(3)
+"""The positions of a microbatch among those of a stage."""
+
+
 def _sum(x: Bytes, y: Bytes, factor: float = 1.0) -> Bytes:
     return tuple([a + factor * b for a, b in zip(x, y, strict=True)])
+
+
+def _with_difference(x: Bytes, more: Bytes, less: Bytes, count: int) -> Bytes:
+    """Return bytes with `more` - `less` added some times."""
+    difference = _sum(more, less, -1)
+    return _sum(x, difference, count)
 
 
 class ActionCost(NamedTuple):
@@ -95,12 +105,14 @@ class ActionCost(NamedTuple):
 
     def plus(self, more: ActionCost, less: ActionCost, count: int) -> ActionCost:
         """Return the cost with a number of layers more; each is `more` - `less`."""
+        seconds = more.seconds - less.seconds
+        until_sent = more.until_sent - less.until_sent
         return ActionCost(
-            self.seconds + count * (more.seconds - less.seconds),
-            self.until_sent + count * (more.until_sent - less.until_sent),
-            _sum(self.change, _sum(more.change, less.change, -1), count),
-            _sum(self.at_begin, _sum(more.at_begin, less.at_begin, -1), count),
-            _sum(self.at_end, _sum(more.at_end, less.at_end, -1), count),
+            seconds=self.seconds + count * seconds,
+            until_sent=self.until_sent + count * until_sent,
+            change=_with_difference(self.change, more.change, less.change, count),
+            at_begin=_with_difference(self.at_begin, more.at_begin, less.at_begin, count),
+            at_end=_with_difference(self.at_end, more.at_end, less.at_end, count),
         )
 
     @property
@@ -125,11 +137,12 @@ class DeviceEnds(NamedTuple):
 
     def plus(self, more: DeviceEnds, less: DeviceEnds, count: int) -> DeviceEnds:
         """Return the numbers with a difference of others, some times."""
+        seconds = more.seconds - less.seconds
         return DeviceEnds(
-            self.seconds + count * (more.seconds - less.seconds),
-            _sum(self.begin, _sum(more.begin, less.begin, -1), count),
-            _sum(self.reduction, _sum(more.reduction, less.reduction, -1), count),
-            _sum(self.update, _sum(more.update, less.update, -1), count),
+            seconds=self.seconds + count * seconds,
+            begin=_with_difference(self.begin, more.begin, less.begin, count),
+            reduction=_with_difference(self.reduction, more.reduction, less.reduction, count),
+            update=_with_difference(self.update, more.update, less.update, count),
         )
 
     def with_state(self, factor: float) -> DeviceEnds:
@@ -146,7 +159,7 @@ class ActionCase(NamedTuple):
 
     Args:
         kind: of the action.
-        position: 0 for the first microbatch, 2 for the last, 1 for others.
+        position: of the microbatch: FIRST, MIDDLE or LAST.
         is_split: the backward of the microbatch is in two parts.
     """
 
@@ -173,25 +186,25 @@ class MeasuredStages:
     ends: list[DeviceEnds]
     message: float
 
-    def action(self, step: ActionCase, layers: int, is_first: bool, is_last: bool) -> ActionCost:
+    def action(self, case: ActionCase, layers: int, is_first: bool, is_last: bool) -> ActionCost:
         """Return the cost of an action of a stage with some layers, at the ends of the model."""
         stage = BETWEEN
         if is_first:
             stage = 0
         if is_last:
             stage = STAGES - 1
-        less = self._of(BETWEEN, step)
-        more = self._of(LONGER, step)
-        return self._of(stage, step).plus(more, less, layers - 1)
+        less = self._of(BETWEEN, case)
+        more = self._of(LONGER, case)
+        return self._of(stage, case).plus(more, less, layers - 1)
 
-    def _of(self, stage: int, step: ActionCase) -> ActionCost:
+    def _of(self, stage: int, case: ActionCase) -> ActionCost:
         actions = self.actions[stage]
         # Where a program has one or two microbatches there is none between.
-        for position in (step.position, 1, 0, 2):
-            measured = actions.get(step._replace(position=position))
+        for position in (case.position, MIDDLE, FIRST, LAST):
+            measured = actions.get(case._replace(position=position))
             if measured is not None:
                 return measured
-        raise AssertionError(f"no {step} was measured")
+        raise AssertionError(f"no {case} was measured")
 
     def device(self, layers: int, is_first: bool, is_last: bool) -> DeviceEnds:
         """Return the ends of a device with some layers."""
@@ -228,42 +241,59 @@ def cost_of_stages(
     """
     schedule = plan.pipeline_schedule()
     measured = _measured(model, plan, cluster, steps, known)
-    placement = schedule.placement
-    last = plan.stages - 1
-    ends = list[DeviceEnds]()
-    for device in range(plan.pipeline):
-        of_device = [n for n, place in zip(layers, placement, strict=True) if place == device]
-        ends.append(
-            measured.device(sum(of_device), placement[0] == device, placement[last] == device)
-        )
-
-    if plan.zero_stage:
-        fewer = data_of_program(plan) / cast(int, plan.data)
-        ends = [end.with_state(fewer) for end in ends]
-
-    steps_of_rows = [_steps(row, schedule.microbatches) for row in schedule.rows]
-    distinct = {step for row in steps_of_rows for step in row}
-    costs = list[dict[ActionCase, ActionCost]]()
-    for stage, count in enumerate(layers):
-        of_stage = dict[ActionCase, ActionCost]()
-        for step in distinct:
-            of_stage[step] = measured.action(step, count, stage == 0, stage == last)
-        costs.append(of_stage)
+    ends = _ends_of_devices(measured, plan, schedule, layers)
+    cases_of_rows = [_cases(row, schedule.microbatches) for row in schedule.rows]
+    costs = _costs_of_stages(measured, cases_of_rows, layers)
 
     level = cluster.level_between(0, plan.devices // plan.pipeline, plan.devices)
     message = level.latency + measured.message / level.bandwidth
-    row_ends = _ends_of_rows(
-        schedule, steps_of_rows, costs, message, bool(cluster.efficiency.overlap)
-    )
-    seconds = max([row_end + end.seconds for row_end, end in zip(row_ends, ends, strict=True)])
-    seconds += more_seconds
+    overlaps = bool(cluster.efficiency.overlap)
+    row_ends = _ends_of_rows(schedule, cases_of_rows, costs, message, overlaps)
+    device_ends = [row_end + end.seconds for row_end, end in zip(row_ends, ends, strict=True)]
+    seconds = max(device_ends) + more_seconds
 
     peaks_of_devices = list[Bytes]()
-    for row, of_row, end in zip(schedule.rows, steps_of_rows, ends, strict=True):
-        peaks_of_devices.append(_peak_of_row(row, of_row, costs, end))
+    for row, cases, end in zip(schedule.rows, cases_of_rows, ends, strict=True):
+        peaks_of_devices.append(_peak_of_row(row, cases, costs, end))
     fullest = max(peaks_of_devices, key=sum)
     memory = {name: round(size) for name, size in zip(NAMES, fullest, strict=True)}
     return ProgramCost(seconds, {name: size for name, size in memory.items() if size > 0})
+
+
+def _ends_of_devices(
+    measured: MeasuredStages, plan: Parallelism, schedule: Schedule, layers: Sequence[int]
+) -> list[DeviceEnds]:
+    """Return what is before and after the row of each device, with the layers of its stages."""
+    placement = schedule.placement
+    layers_of_devices = [0] * plan.pipeline
+    for count, coordinate in zip(layers, placement, strict=True):
+        layers_of_devices[coordinate] += count
+
+    # The measured program has fewer devices along "data", so that each has more of the state.
+    part = 1.0
+    if plan.zero_stage:
+        part = data_of_program(plan) / cast(int, plan.data)
+    ends = list[DeviceEnds]()
+    for coordinate, count in enumerate(layers_of_devices):
+        is_first = placement[0] == coordinate
+        is_last = placement[-1] == coordinate
+        ends.append(measured.device(count, is_first, is_last).with_state(part))
+    return ends
+
+
+def _costs_of_stages(
+    measured: MeasuredStages, cases_of_rows: Sequence[Sequence[ActionCase]], layers: Sequence[int]
+) -> StageCosts:
+    """Return the cost of each action in a schedule, of each stage with its layers."""
+    distinct = {case for cases in cases_of_rows for case in cases}
+    last = len(layers) - 1
+    costs = list[dict[ActionCase, ActionCost]]()
+    for stage, count in enumerate(layers):
+        of_stage = dict[ActionCase, ActionCost]()
+        for case in distinct:
+            of_stage[case] = measured.action(case, count, stage == 0, stage == last)
+        costs.append(of_stage)
+    return costs
 
 
 def data_of_program(plan: Parallelism) -> int:
@@ -283,7 +313,7 @@ def size_of_stages(plan: Parallelism, steps: int) -> int:
 
 def _ends_of_rows(
     schedule: Schedule,
-    steps: Sequence[Sequence[ActionCase]],
+    cases_of_rows: Sequence[Sequence[ActionCase]],
     costs: StageCosts,
     message: float,
     overlaps: bool,
@@ -295,12 +325,14 @@ def _ends_of_rows(
 
     Args:
         schedule: of the stages.
-        steps: of the actions of each row.
+        cases_of_rows: those of the actions of each row.
         costs: of each stage.
         message: seconds from its begin until it arrives on another device.
         overlaps: messages are sent beside the computation.
     """
     placement = schedule.placement
+    last = len(placement) - 1
+    # The time at which the message of an action is there, by its direction, stage and microbatch.
     arrivals = dict[tuple[bool, int, int], float]()
     now = [0.0] * schedule.devices
     indices = [0] * schedule.devices
@@ -310,59 +342,67 @@ def _ends_of_rows(
         for device in waiting:
             row = schedule.rows[device]
             while indices[device] < len(row):
-                kind, stage, microbatch = row[indices[device]]
+                kind, stage, number = row[indices[device]]
+                microbatch = cast(int, number)
                 is_forward = kind is Kind.F
-                needs_none = kind is Kind.W or stage == (0 if is_forward else len(placement) - 1)
-                key = (is_forward, stage, cast(int, microbatch))
-                if not needs_none and key not in arrivals:
-                    unfinished.append(device)
-                    break
-                begin = now[device] if needs_none else max(now[device], arrivals[key])
-                cost = costs[stage][steps[device][indices[device]]]
+                has_messages = kind is not Kind.W  # a gradient of weights stays on its device
+
+                begin = now[device]
+                source_stage = stage - 1 if is_forward else stage + 1
+                if has_messages and 0 <= source_stage <= last:
+                    arrival = arrivals.get((is_forward, stage, microbatch))
+                    if arrival is None:
+                        unfinished.append(device)
+                        break
+                    begin = max(begin, arrival)
+
+                cost = costs[stage][cases_of_rows[device][indices[device]]]
                 now[device] = begin + cost.seconds
-                target = stage + (1 if is_forward else -1)
-                if kind is not Kind.W and 0 <= target < len(placement):
-                    is_other = placement[target] != device
-                    arrival = begin + cost.until_sent + is_other * message
-                    arrivals[is_forward, target, cast(int, microbatch)] = arrival
-                    now[device] += message * (is_other and not overlaps)
+                target_stage = stage + 1 if is_forward else stage - 1
+                if has_messages and 0 <= target_stage <= last:
+                    is_other_device = placement[target_stage] != device
+                    seconds = message if is_other_device else 0.0
+                    arrival = begin + cost.until_sent + seconds
+                    arrivals[is_forward, target_stage, microbatch] = arrival
+                    if not overlaps:
+                        now[device] += seconds
                 indices[device] += 1
         waiting = unfinished
     return now
 
 
 def _peak_of_row(
-    row: Sequence[Action], steps: Sequence[ActionCase], costs: StageCosts, end: DeviceEnds
+    row: Sequence[Action], cases: Sequence[ActionCase], costs: StageCosts, end: DeviceEnds
 ) -> Bytes:
     """Return the bytes at the peak of a device, which runs a row of the schedule."""
     peak = max(end.begin, end.reduction, end.update, key=sum)
     held = end.begin
-    for action, step in zip(row, steps, strict=True):
-        cost = costs[action.stage][step]
+    for action, case in zip(row, cases, strict=True):
+        cost = costs[action.stage][case]
         peak = max(peak, _sum(held, cost.peak), key=sum)
         held = _sum(held, cost.change)
     return peak
 
 
-def _steps(row: Sequence[Action], microbatches: int) -> list[ActionCase]:
-    """Return the kind of each action, and which microbatch of the stage it is in order.
+def _cases(row: Sequence[Action], microbatches: int) -> list[ActionCase]:
+    """Return all that the cost of each action in a row depends on.
 
-    A gradient of weights is added by B or W.
+    The position of a backward counts those that add a gradient of weights: in B, or W.
     """
     counts = Counter[tuple[int, Kind]]()
     split = {(stage, microbatch) for kind, stage, microbatch in row if kind is Kind.I}
-    steps = list[ActionCase]()
+    cases = list[ActionCase]()
     for kind, stage, microbatch in row:
         adds = Kind.W if kind is Kind.B else kind
         number = counts[stage, adds]
         counts[stage, adds] += 1
-        position = 1
+        position = MIDDLE
         if number == 0:
-            position = 0
+            position = FIRST
         if number == microbatches - 1:
-            position = 2
-        steps.append(ActionCase(kind, position, (stage, microbatch) in split))
-    return steps
+            position = LAST
+        cases.append(ActionCase(kind, position, (stage, microbatch) in split))
+    return cases
 
 
 # -- the program of four stages --------------------------------------------------------------------
@@ -472,13 +512,13 @@ def _parts(
     begin = 0
     before = _bytes_at(device.events[: moments[0].events])[0]
     parts = dict[ActionCase, Part]()
-    for moment, step in zip(moments, _steps(row, microbatches), strict=True):
+    for moment, case in zip(moments, _cases(row, microbatches), strict=True):
         end = moment.events
         sends = [i for i in range(begin, end) if isinstance(device.events[i], MessageSend)]
         sent = sends[-1] if sends else end
         events = _alone(device.events, begin, end)
         until_sent = _alone(device.events, begin, sent)
-        parts[step] = Part(events, until_sent, before, moment.held)
+        parts[case] = Part(events, until_sent, before, moment.held)
         begin = end
         before = moment.held
     return parts
@@ -506,15 +546,16 @@ def _actions_of(
 ) -> dict[ActionCase, ActionCost]:
     """Return the cost of each action of a stage."""
     costs = dict[ActionCase, ActionCost]()
-    for step, part in parts[stage].items():
+    for case, part in parts[stage].items():
         seconds = times_of({0: part.events}, cluster, mesh)[0].step
         until_sent = times_of({0: part.until_sent}, cluster, mesh)[0].step
         change = _sum(part.after, part.before, -1)
         above = [_sum(size, part.before, -1) for size in _bytes_at(part.events)]
         above.append(change)
 
-        shorter = len(_bytes_at(parts[BETWEEN].get(step, part).events))
-        longer = len(_bytes_at(parts[LONGER].get(step, part).events))
+        # The peak at the begin, or at the end, is that of the operations of one layer there.
+        shorter = len(_bytes_at(parts[BETWEEN].get(case, part).events))
+        longer = len(_bytes_at(parts[LONGER].get(case, part).events))
         layer = max(longer - shorter, 1)
         at_begin = above
         at_end = above
@@ -526,7 +567,7 @@ def _actions_of(
         elif stage == STAGES - 1:
             at_end = above[-layer - 1 :]
         peaks_of_ends = [max([*sizes, change], key=sum) for sizes in (at_begin, at_end)]
-        costs[step] = ActionCost(seconds, until_sent, change, *peaks_of_ends)
+        costs[case] = ActionCost(seconds, until_sent, change, *peaks_of_ends)
     return costs
 
 
