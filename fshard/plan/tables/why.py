@@ -14,7 +14,6 @@ from fshard.plan.tables.layout import layout_text
 from fshard.plan.tables.summary import digits
 from fshard.tables import Table, TableCell, TableColumn, html_of
 
-
 SHOWN_TERM = 0.05
 """The least part of the largest term that a second one must be to be shown."""
 
