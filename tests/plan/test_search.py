@@ -267,14 +267,24 @@ def test_operations_of_the_model_are_three_forwards_and_of_the_peak_of_their_dty
 
 
 def test_errors_of_machines_are_those_of_the_measure():
-    """Published runs are of GPUs and programs: neither of CPUs nor of formulas."""
+    """Published runs are of GPUs and programs, neither of CPUs nor of formulas. Most of those on A100
+    are near their estimates; of those on H100 most are not, and on H200 there is none.
+    """
     options = {"devices": 1, "global_batch": 2, "optimizer": ADAMW, "rows": 2, "recompute": "never"}
-    for machine in (H100, cluster("cpu")):
-        plans = search(SMALL, cluster=machine, **options)
+    texts = {
+        "a100": "±: 39 of 46 published runs on a100",
+        "h100": "No ±: 6 of 16 published runs on h100",
+        "h200": "No ±: no published run on h200",
+        "cpu": "",
+    }
+    for name, expected in texts.items():
+        plans = search(SMALL, cluster=cluster(name), **options)
         text = str(plans.table().notes)
         assert "±" not in str(plans) and "all by formulas (~)" in text and "0.4 to 1.7" in text
         costed = replace(plans, estimates=[replace(x, by_formula=False) for x in plans])
-        assert ("±" in str(costed)) == (machine is H100)
+        notes = costed.table().notes
+        assert [expected in note for note in notes if "±" in note] == [True] * bool(expected)
+        assert ("±" in costed.table().texts()[0][2]) == (name == "a100")
         assert "~" not in str(costed)
         assert "all by the cost of their programs" in str(costed.table().notes)
 
