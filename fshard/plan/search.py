@@ -306,7 +306,7 @@ def search(
     fitting, rejected, tried = _sorted_out(chain.from_iterable(of_each_count), tracer, progress)
     advised = "".join([f" {text}." for text in advice(counts[0], global_batch, cluster)])
     if not tried:
-        options = ", ".join(f"{name}={x!r}" for name, x in constraints.items()) or "any option"
+        options = _constraints_text({name: choices[name] for name in constraints})
         raise PlanError(
             f"plan.search: sizes must divide {numbers} devices, {layered.layers} layers and a "
             f"global batch of {global_batch}; no plan with {options} does. Divisors: "
@@ -485,6 +485,14 @@ def _listed(rejected: Sequence[RejectedPlan]) -> list[RejectedPlan]:
         by_kind[kind] = [plan for plan in nearest.values() if plan.kind == kind]
     in_turn = chain.from_iterable(zip_longest(*by_kind.values()))
     return [plan for plan in in_turn if plan is not None][:LISTED]
+
+
+def _constraints_text(constraints: Choices) -> str:
+    """Return the values of each field: "tensor=3, rows=2 or 4"."""
+    texts = list[str]()
+    for name, values in constraints.items():
+        texts.append(f"{name}={' or '.join(map(str, values))}")
+    return ", ".join(texts) or "any option"
 
 
 def _nothing_fits(rejected: Sequence[RejectedPlan], devices: str) -> PlanError:
