@@ -47,7 +47,7 @@ def test_utilization_of_other_runs_has_small_mean_error(name):
 @pytest.mark.parametrize("gpu", PUBLISHED_RUNS)
 def test_number_of_published_runs_is_that_of_the_files(gpu):
     runs = [run for run in runs_of(PUBLISHED, OTHERS) if run.keys["gpu"] == gpu]
-    assert PUBLISHED_RUNS[gpu].count == len(runs)
+    assert PUBLISHED_RUNS[gpu].runs == len(runs)
 
 
 @pytest.mark.parametrize("gpu", [thorough(gpu) for gpu in PUBLISHED_RUNS])

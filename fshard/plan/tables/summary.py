@@ -30,19 +30,19 @@ class PublishedRuns(NamedTuple):
     """The published runs on a GPU that estimates were compared with: tests/plan/published.py.
 
     Args:
-        count: number of the runs.
+        runs: their number.
         near: number of those that took a time within `TIME_ERROR` of the predicted one.
         others: how far the other ones are from it.
     """
 
-    count: int
+    runs: int
     near: int
     others: str
 
     @property
     def are_near(self) -> bool:
         """True if most runs are near, so that a time has an error."""
-        return self.near >= 0.8 * self.count
+        return self.near >= 0.8 * self.runs
 
 
 PUBLISHED = {
@@ -254,11 +254,11 @@ def _error_text(name: str) -> str:
     """Return which published runs on a GPU show by how much times differ."""
     if name not in PUBLISHED:
         return f"No ±: no published run on {name} was compared with its estimate."
-    runs = PUBLISHED[name]
-    sign = "±" if runs.are_near else "No ±"
+    published = PUBLISHED[name]
+    sign = "±" if published.are_near else "No ±"
     return (
-        f"{sign}: {runs.near} of {runs.count} published runs on {name} took a time within "
-        f"{100 * TIME_ERROR:.0f} % of the predicted one, {runs.others} "
+        f"{sign}: {published.near} of {published.runs} published runs on {name} took a time within "
+        f"{100 * TIME_ERROR:.0f} % of the predicted one, {published.others} "
         "(docs/guides/plan.md, Published runs)."
     )
 
