@@ -30,7 +30,8 @@ USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard calibrate [--processes N] [-o FILE]
        fshard checkpoint inspect PATH
        fshard checkpoint verify [--trust] PATH
-       fshard checkpoint convert --to hf|dcp|torch|safetensors [--only NAME] [--trust] PATH OUT
+       fshard checkpoint convert --to hf|dcp|torch|safetensors [--only NAME] [--rename OLD=NEW]
+                   [--trust] PATH OUT
        fshard replay FOLDER [FILE:FUNCTION]
        fshard --version
 

@@ -27,6 +27,7 @@ from fshard.checkpoint.source import SavedFolder, Source
 from fshard.errors import CheckpointError
 from fshard.mesh.layout import dtype_name
 from fshard.tables import aligned
+from fshard.transforms.patterns import matches
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,6 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     converting.add_argument("out", type=Path, help="a new folder; for torch and safetensors a file")
     converting.add_argument("--to", required=True, choices=("hf", "dcp", "torch", "safetensors"))
     converting.add_argument("--only", help='a name: the part below it, such as "params"')
+    converting.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="a pattern of names and the new name, as often as needed: h.**=layers.**",
+    )
     return parser
 
 
@@ -60,11 +68,35 @@ def run(words: Sequence[str]) -> int:
         return _verify(options.path, options.trust)
     if options.command == "convert":
         source = open_source(options.path, trust=options.trust)
-        content = Content(RenamedSource(source, options.only))
-        convert(content, options.out, options.to)
+        renaming = _renaming(options.rename, RenamedSource(source, options.only))
+        renamed = RenamedSource(source, options.only, renaming)
+        convert(Content(renamed), options.out, options.to)
+        _print([f"{options.out}: {_counts(renamed)}"])
         return 0
     _print(_table(options.path, open_source(options.path)))
     return 0
+
+
+def _renaming(texts: Sequence[str], source: Source) -> dict[str, str]:
+    """Return the new names by the patterns of the old ones; raise if a text is of no use."""
+    renaming: dict[str, str] = {}
+    for text in texts:
+        pattern, _, new_name = text.partition("=")
+        if not pattern or not new_name:
+            raise CheckpointError(
+                f"convert: --rename must be OLD=NEW, such as h.**=layers.**; got {text!r}."
+            )
+        if pattern in renaming:
+            raise CheckpointError(
+                f"convert: --rename must have each name once; got {pattern} twice."
+            )
+        if not any([matches(pattern, name) for name in source.paths]):
+            shown = ", ".join(list(source.paths)[:8])
+            raise CheckpointError(
+                f"convert: --rename {pattern!r} matches no name. The names begin with {shown}."
+            )
+        renaming[pattern] = new_name
+    return renaming
 
 
 def _print(lines: Iterable[str]) -> None:
@@ -115,6 +147,13 @@ def _table(path: Path, source: Source) -> Iterator[str]:
         layouts |= {entry.name: str(entry.layout.spec) for entry in index.arrays}
     yield from aligned(_rows(source, layouts))
 
+    yield _counts(source)
+    if index is not None:
+        yield from _origin(path, index)
+
+
+def _counts(source: Source) -> str:
+    """Return the numbers of arrays, elements, bytes and values; tied arrays count once."""
     elements = 0
     size = 0
     untied = [x for name, x in source.arrays.items() if name not in source.ties]
@@ -122,9 +161,7 @@ def _table(path: Path, source: Source) -> Iterator[str]:
         elements += prod(x.shape)
         size += prod(x.shape) * x.dtype.itemsize
     counts = f"{len(untied)} arrays, {elements:,} elements, {size:,} bytes"
-    yield f"{counts}; {len(source.values)} values"
-    if index is not None:
-        yield from _origin(path, index)
+    return f"{counts}; {len(source.values)} values"
 
 
 def _rows(source: Source, layouts: Mapping[str, str]) -> list[tuple[str, str, str, str]]:

@@ -328,7 +328,10 @@ def _wait_for_manifests(
         reason = ""
         if time.monotonic() > deadline:
             devices = ", ".join(map(str, missing))
-            reason = f"after {timeout} s there is no manifest of devices {devices}."
+            reason = (
+                f"after {timeout} s there is no manifest of devices {devices}. All processes must "
+                "call it, within timeout= seconds."
+            )
         elif time.monotonic() > next_look:
             next_look = time.monotonic() + 1
             ended: list[str] = []

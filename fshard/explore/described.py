@@ -1,7 +1,7 @@
 """`describe`: a plan in words and numbers, for the page of its cost.
 
 PlanEstimate, model ─> the cost of the program, model, layout, MFU, tokens a second
-Plans               ─> the next best plans, and the term by which each is slower
+Plans               ─> the next best plans, and the terms by which each is slower
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from weakref import ref
 from fshard.errors import MemoryLimitError
 from fshard.memory.snapshot import MemoryEvent, write_snapshot
 from fshard.mesh.layout import Memory
-from fshard.mesh.layout.counting import MEMORIES, Purpose
+from fshard.mesh.layout.counting import MEMORIES, PURPOSES, Purpose
 from fshard.source import Site
 from fshard.tables import Table, TableCell, TableColumn, Tabular
 
@@ -87,6 +87,12 @@ class StepEvent:
     kept: Counter[str] = field(default_factory=Counter[str])
 
 
+def _validate_kind(kind: object) -> None:
+    """Raise if a kind of memory is none, such as the name or number of a device."""
+    if kind not in MEMORIES:
+        raise ValueError(f'memory: kind must be "device", "host" or "disk"; got {kind!r}.')
+
+
 class MemoryUsage(Tabular):
     """The memory that was in use while a limit was open.
 
@@ -120,16 +126,23 @@ class MemoryUsage(Tabular):
         With a purpose return the bytes for it at that time.
         """
         if purpose is None:
+            _validate_kind(kind)
             return self._peaks[kind][0]
+        if purpose not in PURPOSES:
+            raise ValueError(
+                f"memory: purpose must be one of {', '.join(PURPOSES)}; got {purpose!r}."
+            )
         return sum(holder.bytes for holder in self.holders(kind) if holder.purpose == purpose)
 
     def holders(self, kind: Memory = "device") -> list[Holder]:
         """Return what the peak of a kind consists of, the largest first."""
+        _validate_kind(kind)
         self._end_peak(kind)
         return _holders(self._peaks[kind][1])
 
     def now(self, kind: Memory = "device") -> int:
         """Return the bytes that the fullest device holds now."""
+        _validate_kind(kind)
         self.free_dead()
         return self._total(kind, None)
 

@@ -286,6 +286,17 @@ def _toml_lines(table: Mapping[str, Any]) -> list[str]:
 # -- machines by name ------------------------------------------------------------------------------
 
 
+MACHINES = f"one of {', '.join(PRESETS)}, or the path of a .toml file"
+"""The names that `cluster` takes, for errors."""
+
+
+def is_machine(name: str | Path) -> bool:
+    """Return True for a name that `cluster` takes."""
+    path = Path(name)
+    is_file = path.suffix == ".toml" and path.is_file()
+    return str(name) in PRESETS or is_file
+
+
 def cluster(name: str | Path, *, node: int | None = None) -> Cluster:
     """Return a machine by the name of its GPU, or from a TOML file.
 
@@ -297,17 +308,13 @@ def cluster(name: str | Path, *, node: int | None = None) -> Cluster:
     >>> cluster("h100", node=8).links[0].devices, cluster("h100").peak("bf16")
     (8, 989000000000000.0)
     """
-    path = Path(name)
+    if not is_machine(name):
+        raise PlanError(f"cluster: name must be {MACHINES}; got {str(name)!r}.")
     if str(name) in PRESETS:
         preset = files("fshard.plan") / "clusters" / f"{name}.toml"
         text = preset.read_text(encoding="utf-8")
-    elif path.suffix == ".toml" and path.is_file():
-        text = path.read_text(encoding="utf-8")
     else:
-        raise PlanError(
-            f"cluster must be one of {', '.join(PRESETS)}, or the path of a .toml file; "
-            f"got {str(name)!r}."
-        )
+        text = Path(name).read_text(encoding="utf-8")
     machine = _from_toml(text, str(name))
     if node is None:
         return machine

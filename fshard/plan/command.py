@@ -31,7 +31,7 @@ from fshard.optim.wrappers import with_master_weights
 from fshard.parallelism.tables import read_table
 from fshard.parallelism.value import FIELDS, Parallelism
 from fshard.plan.calibrate import calibrate
-from fshard.plan.cluster import PRESETS, Cluster, cluster
+from fshard.plan.cluster import MACHINES, PRESETS, Cluster, cluster, is_machine
 from fshard.plan.estimate import PlanEstimate
 from fshard.plan.hugging_face.modules import model_of_config
 from fshard.plan.layers import LayerTracer
@@ -56,7 +56,10 @@ SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 def run_plan(arguments: Sequence[str]) -> int:
     """Search and print the table; write the best plan if a file is given; return the exit status."""
-    options = _plan_parser().parse_args(arguments)
+    parser = _plan_parser()
+    options, extra = parser.parse_known_args(arguments)
+    if extra:
+        _refuse(parser, extra)
     training = Training(options.tokens, options.price)
     constraints = _constraints(options)
     layouts = [layout_fields(text) for text in options.why]
@@ -105,7 +108,8 @@ def _plan_parser() -> ArgumentParser:
     add = parser.add_argument
     add("config", help="config.json of Hugging Face, or its folder")
     add("--devices", type=_counts, required=True, help="their number, or several: 64,128,256")
-    add("--gpu", required=True, help=f"{', '.join(PRESETS)}, or a file of fshard calibrate")
+    machines = f"{', '.join(PRESETS)}, or a file of fshard calibrate"
+    add("--gpu", type=_machine, required=True, help=machines)
     add("--node", type=_count, help="devices of a node")
     add("--global-batch", type=_count, required=True, help="samples of a step")
     length = "tokens of a sample; default: the most that the model takes"
@@ -130,6 +134,15 @@ def _plan_parser() -> ArgumentParser:
         option = _FORMER.get(name, name).replace("_", "-")
         group.add_argument(f"--{option}", dest=f"field_{name}", metavar="VALUES")
     return parser
+
+
+def _refuse(parser: ArgumentParser, extra: Sequence[str]) -> None:
+    """Raise for arguments that are none, such as the second of `--zero-stage 2 3`."""
+    text = f"unrecognized arguments: {' '.join(extra)}"
+    are_values = not any([word.startswith("-") for word in extra])
+    if are_values:
+        text += ". Several values of one argument are joined by commas: --zero-stage 2,3"
+    parser.error(text)
 
 
 def _constraints(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
@@ -166,6 +179,13 @@ _length = _integer(LONGEST)
 def _counts(text: str) -> list[int]:
     """Return the numbers in a text, by commas, each once and the smallest first."""
     return sorted({_count(part.strip()) for part in text.split(",")})
+
+
+def _machine(text: str) -> str:
+    """Return a name of a machine, or the path of its file."""
+    if not is_machine(text):
+        raise argparse.ArgumentTypeError(f"must be {MACHINES}; got {text!r}")
+    return text
 
 
 def _number(text: str) -> float:

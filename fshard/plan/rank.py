@@ -13,6 +13,7 @@ from fshard.mesh.layout import PyTree
 from fshard.mesh.layout.make import make_mesh
 from fshard.plan.cluster import Cluster, assert_cluster
 from fshard.plan.cost import Cost, cost
+from fshard.plan.tables.why import slower_text
 from fshard.tables import Table, TableColumn, Tabular
 from fshard.transforms.train_step import TrainStep
 
@@ -79,23 +80,12 @@ class Ranking(Tabular):
         )
         table = Table(columns, title="plans")
         for plan in self.plans:
-            table.add(*_cells(plan), self._slower(plan))
+            table.add(*_cells(plan), slower_text(self.plans[0].terms, plan.terms))
         if self.rejected:
             table.add_section()
         for plan in self.rejected:
             table.add(*_cells(plan), plan.reason)
         return table
-
-    def _slower(self, plan: RankedPlan) -> str:
-        """Return the term by which a plan is slower than the first."""
-        first = self.plans[0]
-        if plan is first:
-            return ""
-        longer = dict[str, float]()
-        for name, seconds in plan.terms.items():
-            longer[name] = seconds - first.terms.get(name, 0.0)
-        name = max(longer, key=lambda name: longer[name])
-        return f"{name}: {max(longer[name], 0.0):.3g} s more"
 
 
 def _cells(plan: RankedPlan) -> tuple[Any, ...]:

@@ -40,8 +40,8 @@ from fshard.plan.space import (
     plan_choices,
 )
 from fshard.plan.tables.layout import as_constraints, layout_fields, layout_text
-from fshard.plan.tables.summary import SHOWN, Training, digits, plans_dict, plans_table
-from fshard.plan.tables.why import Reason, rejected_reason, slower_reason
+from fshard.plan.tables.summary import SHOWN, Training, plans_dict, plans_table
+from fshard.plan.tables.why import Reason, rejected_reason, slower_reason, slower_text
 from fshard.tables import Table, Tabular, text_of
 
 SIMULATED = 48
@@ -124,7 +124,7 @@ class Plans(Tabular):
         return text_of(self.table(tokens=tokens, price=price))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the numbers of the ten best plans, and the term by which each is slower."""
+        """Return the numbers of the ten best plans, and the terms by which each is slower."""
         rows = list[dict[str, Any]]()
         for estimate in self.estimates[:SHOWN]:
             rows.append(
@@ -139,18 +139,11 @@ class Plans(Tabular):
         return rows
 
     def slower(self, estimate: PlanEstimate) -> str:
-        """Return the term by which a plan is slower than the first; "" if there is none."""
-        first = self.estimates[0]
-        if estimate is first:
-            return ""
-        longer = dict[str, float]()
-        for name, seconds in estimate.terms.items():
-            longer[name] = seconds - first.terms.get(name, 0.0)
-        name = max(longer, key=lambda name: longer[name])
-        is_rounding = longer[name] <= 1e-6 * first.seconds
-        if is_rounding:  # it is as fast, or faster: the goal is another one
-            return ""
-        return f"{name}: {digits(1e3 * longer[name])} ms more"
+        """Return by how much a plan is slower than the first, and by which terms.
+
+        "" if it is not slower, as a later plan may be if the goal is another one than time.
+        """
+        return slower_text(self.estimates[0].terms, estimate.terms)
 
     def _remarks(self, estimate: PlanEstimate) -> str:
         texts = [self.slower(estimate), *estimate.notes]
@@ -313,7 +306,7 @@ def search(
     fitting, rejected, tried = _sorted_out(chain.from_iterable(of_each_count), tracer, progress)
     advised = "".join([f" {text}." for text in advice(counts[0], global_batch, cluster)])
     if not tried:
-        options = ", ".join(f"{name}={x!r}" for name, x in constraints.items()) or "any option"
+        options = _constraints_text({name: choices[name] for name in constraints})
         raise PlanError(
             f"plan.search: sizes must divide {numbers} devices, {layered.layers} layers and a "
             f"global batch of {global_batch}; no plan with {options} does. Divisors: "
@@ -503,6 +496,14 @@ def _listed(rejected: Sequence[RejectedPlan]) -> list[RejectedPlan]:
         by_kind[kind] = [plan for plan in nearest.values() if plan.kind == kind]
     in_turn = chain.from_iterable(zip_longest(*by_kind.values()))
     return [plan for plan in in_turn if plan is not None][:LISTED]
+
+
+def _constraints_text(constraints: Choices) -> str:
+    """Return the values of each field: "tensor=3, rows=2 or 4"."""
+    texts = list[str]()
+    for name, values in constraints.items():
+        texts.append(f"{name}={' or '.join(map(str, values))}")
+    return ", ".join(texts) or "any option"
 
 
 def _nothing_fits(rejected: Sequence[RejectedPlan], devices: str) -> PlanError:

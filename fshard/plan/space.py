@@ -98,7 +98,7 @@ def plan_choices(constraints: Mapping[str, Any], experts: int = 0) -> dict[str, 
     if not experts and max(chosen.get("experts", (1,))) > 1:
         raise PlanError(
             "plan.search: experts must be 1, since the layers have none; "
-            f"got {constraints['experts']}."
+            f"got {max(chosen['experts'])}."
         )
 
     sizes = [1]

@@ -65,6 +65,9 @@ def validate_run(mesh: Mesh, caller: str, **trees: PyTree) -> None:
     )
 
 
+LISTED = 3
+"""The parameters that an error names: a model on a wrong mesh has hundreds with one reason."""
+
 REPLICATED_OR_FSDP = 'fs.shard_params(params, P(), mesh=mesh), or fs.fsdp("data") for ZeRO-3'
 
 
@@ -90,9 +93,10 @@ def validate_mesh(
         if is_elsewhere(leaf):
             kind = f"on {leaf.mesh}" if isinstance(leaf, Sharded) else type(leaf).__name__
             errors.append(f"{titled(path)} is {kind}")
-    raise LayoutError(
-        f"{caller} on {mesh}: {'; '.join(errors)}. Put the parameters on that mesh: {fix}."
-    )
+    shown = "; ".join(errors[:LISTED])
+    if len(errors) > LISTED:
+        shown += f"; and {len(errors) - LISTED} others of the {len(leaves)}"
+    raise LayoutError(f"{caller} on {mesh}: {shown}. Put the parameters on that mesh: {fix}.")
 
 
 def validate_local(

@@ -90,6 +90,54 @@ def test_convert_chains_all_formats(saved, tmp_path, capsys):
         assert "no digests" in capsys.readouterr().out
 
 
+def test_convert_prints_what_it_has_written(saved, tmp_path, capsys):
+    out = tmp_path / "hf"
+    only = ["--only", "params"]
+    assert main(["checkpoint", "convert", "--to", "hf", *only, str(saved), str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: 2 arrays, 23 elements, 86 bytes; 0 values\n"
+    values = tmp_path / "all.pt"
+    assert main(["checkpoint", "convert", "--to", "torch", str(saved), str(values)]) == 0
+    assert capsys.readouterr().out == f"{values}: 2 arrays, 23 elements, 86 bytes; 2 values\n"
+
+
+def test_convert_of_values_to_safetensors_names_the_parts_without(saved, tmp_path, capsys):
+    out = tmp_path / "hf"
+    assert main(["checkpoint", "convert", "--to", "hf", str(saved), str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "name is of type str; steps is of type int" in error
+    assert "with --only: params" in error and not out.exists()
+
+
+def test_convert_renames_by_patterns(saved, tmp_path):
+    out = tmp_path / "renamed"
+    words = ["--to", "hf", "--only", "params", "--rename", "*.w=layers.*.weight"]
+    words += ["--rename", "b=bias"]
+    assert main(["checkpoint", "convert", *words, str(saved), str(out)]) == 0
+    stored = fs.restore(saved, only="params")
+    written = fs.restore(out)
+    assert written.keys() == {"layers.head.weight", "bias"}  # tied arrays are written once
+    assert torch.equal(written["layers.head.weight"], stored["head.w"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["b"], "--rename must be OLD=NEW, such as h.**=layers.**; got 'b'"),
+        (["=x"], "--rename must be OLD=NEW, such as h.**=layers.**; got '=x'"),
+        (["b=x", "b=y"], "--rename must have each name once; got b twice"),
+        (["nothing=x"], "--rename 'nothing' matches no name"),
+    ],
+    ids=" ".join,
+)
+def test_convert_with_wrong_rename_is_one_line(saved, tmp_path, capsys, words, message):
+    options = ["--to", "hf", "--only", "params"]
+    for word in words:
+        options += ["--rename", word]
+    assert main(["checkpoint", "convert", *options, str(saved), str(tmp_path / "x")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
 def test_errors_are_lines_with_a_status(tmp_path, capsys):
     assert main(["checkpoint", "inspect", str(tmp_path)]) == 2
     assert "is no checkpoint" in capsys.readouterr().err

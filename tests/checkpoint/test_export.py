@@ -361,7 +361,7 @@ MISUSES = [
     (
         {"to": "safetensors", "params": {"lr": [0.1], "n": 3}},
         CheckpointError,
-        "lr.0 is a float; n is a int",
+        "lr.0 is of type float; n is of type int. Export to 'torch' or 'dcp'",
     ),
     (
         {"to": "peft", "model": torch.nn.Linear(1, 1, bias=False)},

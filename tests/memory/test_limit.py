@@ -419,3 +419,19 @@ def test_limit_that_ends_before_a_started_collective_does_not_count_its_results(
 
     for before, after in fs.run(start_and_wait, mesh=mesh):
         assert before == after > 0
+
+
+@pytest.mark.parametrize("kind", ["cpu", 0])
+def test_usage_of_an_unknown_kind_names_the_kinds(kind):
+    with fs.memory.limit() as used:
+        pass
+    for method in (used.peak, used.now, used.holders):
+        with pytest.raises(ValueError, match='kind must be "device", "host" or "disk"; got'):
+            method(kind)
+
+
+def test_usage_of_an_unknown_purpose_names_the_purposes():
+    with fs.memory.limit() as used:
+        pass
+    with pytest.raises(ValueError, match="purpose must be one of parameters, .*; got 'params'"):
+        used.peak("device", "params")

@@ -371,6 +371,32 @@ def test_wrong_usage_is_one_line(capsys, words):
     _assert_one_line(run(capsys, *words))
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "4090"], "argument --gpu: must be one of a100, h100"),
+        (["--zero-stage", "2", "3"], "joined by commas: --zero-stage 2,3"),
+        (["--experts", "2"], "experts must be 1, since the layers have none; got 2."),
+        (["--tensor", "3", "--data", "1,2"], "no plan with data=1 or 2, tensor=3, rows=2, schedule=1f1b"),
+    ],
+    ids=["gpu", "several values", "experts", "sizes"],
+)  # fmt: skip
+def test_wrong_argument_is_named_with_the_form_it_must_have(capsys, config, words, message):
+    result = plan(capsys, config, *NARROW, *words)
+    _assert_one_line(result)
+    assert message in result[2]
+
+
+def test_misspelled_key_of_a_config_is_named_with_the_right_one(capsys, tmp_path):
+    """Without it the model would have as many heads of keys as of queries."""
+    path = tmp_path / "config.json"
+    sizes = {name: value for name, value in CONFIG.items() if name != "num_key_value_heads"}
+    path.write_text(json.dumps({**sizes, "num_key_value_head": 2}))
+    result = plan(capsys, path, *NARROW)
+    _assert_one_line(result)
+    assert "num_key_value_head is no key" in result[2] and "to num_key_value_heads" in result[2]
+
+
 def _assert_one_line(result):
     status, printed, error = result
     assert status == 2 and printed == ""

@@ -2,8 +2,10 @@
 the meta device are the oracle.
 """
 
+import inspect
 import re
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 
 import pytest
@@ -15,6 +17,7 @@ from fshard.plan import Transformer, cluster, model_of_config, search
 from fshard.plan.hugging_face.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
+DECODERS = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers' own
 
 SIZES = {
@@ -234,6 +237,40 @@ def test_from_config_raises_with_all_that_is_wrong(change, message):
     text = str(info.value)
     parts = message.split("; .*")
     assert all(re.search(part, text) for part in parts), text
+
+
+@pytest.mark.parametrize(
+    ("name", "misspelled", "key"),
+    [
+        ("llama", "num_key_value_head", "num_key_value_heads"),
+        ("gpt2", "n_iner", "n_inner"),
+        ("falcon", "num_ln_in_paralel_attn", "num_ln_in_parallel_attn"),
+        ("glm4", "num_key_value_head", "num_key_value_heads"),
+    ],
+)
+def test_misspelled_key_with_a_default_is_refused(name, misspelled, key):
+    """glm4 is none of the families: its keys are those of transformers."""
+    sizes = {other: value for other, value in SIZES.items() if other != key}
+    fix = f"{misspelled} is no key that is read. Rename it to {key}, or remove it"
+    with pytest.raises(PlanError, match=fix):
+        model_of_config({**sizes, "model_type": name, misspelled: 1})
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_keys_of_real_files_are_not_refused_as_misspelled(name):
+    """Those of all other decoders of transformers, in a file that has the least keys of its own."""
+    required = config_of(name, {}).to_diff_dict()
+    others = _keys_of_decoders() - _keys_of(name)
+    Transformer.from_config({**dict.fromkeys(others), **required, "model_type": name}, sequence=8)
+
+
+def _keys_of(name):
+    return set(inspect.signature(transformers.CONFIG_MAPPING[name]).parameters)
+
+
+@cache
+def _keys_of_decoders():
+    return set().union(*map(_keys_of, DECODERS))
 
 
 def test_from_config_without_a_type_has_the_keys_of_a_llama():

@@ -22,6 +22,7 @@ from fshard.plan.layers import LayerTracer
 from fshard.plan.program import layered_model
 from fshard.plan.search import KINDS, LISTED, SIMULATED
 from fshard.plan.space import legal_plans, plan_choices
+from fshard.plan.tables.why import slower_text
 from tests.pipeline.schedule.drawn import NAMES
 
 H100 = cluster("h100", node=8)
@@ -171,9 +172,7 @@ def test_the_table_of_a_tiny_model_shows_no_zeros():
 
 
 def test_plan_that_is_not_slower_has_no_reason():
-    """By memory a faster plan may come later: its terms differ from the first ones by rounding
-    alone, or are less.
-    """
+    """By memory a faster plan may come later."""
     plans = search(
         SMALL,
         devices=2,
@@ -186,10 +185,18 @@ def test_plan_that_is_not_slower_has_no_reason():
 
     first = plans[0]
     for plan in plans:
-        longer = [plan.terms[name] - first.terms.get(name, 0.0) for name in plan.terms]
-        is_slower = max(longer) > 1e-6 * first.seconds
-        assert ("ms more" in plans.slower(plan)) == is_slower
+        is_slower = plan.seconds > (1 + 1e-6) * first.seconds
+        assert (" ms: " in plans.slower(plan)) == is_slower
     assert "LayerTracer" not in str(first)
+
+
+def test_slower_by_two_terms_has_the_sum_first():
+    """A term may be larger than the sum, if another one is smaller than that of the best plan."""
+    best = {"layers": 2.0, "waits": 0.1, "gather": 0.2}
+    other = {"layers": 2.001, "waits": 0.34, "gather": 0.1, "update": -0.067}
+    assert slower_text(best, other) == "74 ms: waits +240 ms, gather -100 ms"
+    assert slower_text(best, {**best, "waits": 0.2}) == "100 ms: waits +100 ms"
+    assert slower_text(other, best) == ""
 
 
 def test_plans_are_ranked_with_reasons():
@@ -200,7 +207,7 @@ def test_plans_are_ranked_with_reasons():
     assert all(
         x.plan.devices == 8 and x.plan.data * x.plan.rows * x.plan.microbatches == 64 for x in plans
     )
-    assert "ms more" in plans.slower(plans[1]) or plans[1].seconds == plans[0].seconds
+    assert " ms: " in plans.slower(plans[1]) or plans[1].seconds == plans[0].seconds
     assert "MFU" in str(plans) and "peak" in plans[0].explain()
     only = search(SMALL, cluster=H100, pipeline=4, zero_stage=1, rows=1, **options)
     assert {(x.plan.pipeline, x.plan.zero_stage) for x in only} == {(4, 1)}
@@ -260,14 +267,24 @@ def test_operations_of_the_model_are_three_forwards_and_of_the_peak_of_their_dty
 
 
 def test_errors_of_machines_are_those_of_the_measure():
-    """Published runs are of GPUs and programs: neither of CPUs nor of formulas."""
+    """Published runs are of GPUs and programs, neither of CPUs nor of formulas. Most of those on A100
+    are near their estimates; of those on H100 most are not, and on H200 there is none.
+    """
     options = {"devices": 1, "global_batch": 2, "optimizer": ADAMW, "rows": 2, "recompute": "never"}
-    for machine in (H100, cluster("cpu")):
-        plans = search(SMALL, cluster=machine, **options)
+    texts = {
+        "a100": "±: 39 of 46 published runs on a100",
+        "h100": "No ±: 6 of 16 published runs on h100",
+        "h200": "No ±: no published run on h200",
+        "cpu": "",
+    }
+    for name, expected in texts.items():
+        plans = search(SMALL, cluster=cluster(name), **options)
         text = str(plans.table().notes)
         assert "±" not in str(plans) and "all by formulas (~)" in text and "0.4 to 1.7" in text
         costed = replace(plans, estimates=[replace(x, by_formula=False) for x in plans])
-        assert ("±" in str(costed)) == (machine is H100)
+        notes = costed.table().notes
+        assert [expected in note for note in notes if "±" in note] == [True] * bool(expected)
+        assert ("±" in costed.table().texts()[0][2]) == (name == "a100")
         assert "~" not in str(costed)
         assert "all by the cost of their programs" in str(costed.table().notes)
 

@@ -103,6 +103,11 @@ def step_with_swapped_arguments():
     fs.train_step(loss_fn, adam, mesh=MESH, batch=P("data"))(adam.init(PLAIN), sharded(), X)
 
 
+def gradient_of_many_plain_parameters():
+    params = {name: torch.ones(4, 2) for name in "abcdefg"}
+    fs.value_and_grad(loss_fn, mesh=MESH, batch=P("data"))(params, X)
+
+
 def gradient_with_swapped_arguments():
     fs.value_and_grad(loss_fn, mesh=MESH, batch=P("data"))(X, sharded())
 
@@ -171,6 +176,10 @@ PARAMETERS = {
     "plain parameters": (
         gradient_of_plain_parameters,
         "w is Tensor. Put the parameters on that mesh",
+    ),
+    "many plain parameters": (
+        gradient_of_many_plain_parameters,
+        r"a is Tensor; b is Tensor; c is Tensor; and 4 others of the 7. Put the parameters",
     ),
     "swapped arguments of a step": (
         step_with_swapped_arguments,

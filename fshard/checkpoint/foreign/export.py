@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -328,19 +328,35 @@ def _validate_export(target: Path, to: Format, content: Content) -> None:
     source.check()
     if to in ("torch", "dcp"):
         return
-    errors: list[str] = []
+    errors: dict[str, str] = {}
     for name, (_, value) in source.values.items():
-        errors.append(f"{name} is a {type(value).__name__}")
+        errors[name] = f"{name} is of type {type(value).__name__}"
     dtypes = DTYPES.keys() - {torch.complex128}
     for name in content.untied:
         dtype = source.arrays[name].dtype
         if dtype not in dtypes:
-            errors.append(f"{name} has dtype {dtype}")
+            errors[name] = f"{name} has dtype {dtype}"
     if errors:
+        texts = list(errors.values())[:20]
         raise CheckpointError(
-            f"export to {to!r}: arrays of the dtypes of safetensors are needed; "
-            f"{'; '.join(errors[:20])}."
+            f"export to {to!r}: the content must be arrays of the dtypes of safetensors; got "
+            f"{'; '.join(texts)}. {_part_to_export(source, errors)}"
         )
+
+
+def _part_to_export(source: Source, wrong_names: Collection[str]) -> str:
+    """Return which parts of a source safetensors can have, as the fix of an error."""
+    parts: dict[str, None] = {}  # a set in order
+    wrong_parts: set[str] = set()
+    for name, path in source.paths.items():
+        part = name_of(path[:1])
+        parts[part] = None
+        if name in wrong_names:
+            wrong_parts.add(part)
+    legal_parts = [part for part in parts if part not in wrong_parts]
+    if not legal_parts:
+        return "Export to 'torch' or 'dcp', which have all values."
+    return f"Export a part, on the command line with --only: {' or '.join(legal_parts[:8])}."
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------

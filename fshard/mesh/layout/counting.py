@@ -33,6 +33,7 @@ Purpose = Literal[
 "source" are the plain, full tensors that parameters are sharded from: the caller has them, and no
 device needs them.
 """
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
 ActivationMemory = Literal["device", "host", "recomputed"]
 """The memory of an activation with a name from the forward to the backward."""

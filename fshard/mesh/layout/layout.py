@@ -111,8 +111,8 @@ class Layout(CachedHash):
             )
         if len(spec.entries) > len(shape):
             raise LayoutError(
-                f"{name} of shape {shape} has {len(shape)} dims, but {spec} has "
-                f"{len(spec.entries)} entries."
+                f"{name} of shape {shape} must have a dim for each entry of {spec}; got "
+                f"{len(shape)} for {len(spec.entries)}."
             )
 
         errors: list[str] = []

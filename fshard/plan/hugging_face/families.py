@@ -10,7 +10,8 @@ differs from a Llama. Keys that a file leaves out have the family's default, as 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,12 @@ Fields = dict[str, Any]
 
 LARGEST_SIZE = 2**40
 """A size above it is a mistake: a product of two would pass the integers of torch."""
+
+
+# Of all keys of the decoders in transformers, none is as near to a key of a family that it is not.
+# "num_key_value_head" is, with 0.97; "moe_intermediate_size" is not, with 0.86 to the size alone.
+SIMILAR = 0.9
+"""The similarity (difflib's ratio) from which on a key is taken for another one, misspelled."""
 
 
 class OtherLayersError(PlanError):
@@ -36,8 +43,14 @@ class ConfigReader:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
+        self.keys: set[str] = set()  # those that were read, if they have a value or not
         self.errors: list[str] = []
         self.differences: list[str] = []
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key, as it is; None without one."""
+        self.keys.add(key)
+        return self.config.get(key)
 
     def integer(self, *keys: str, default: int | None = None) -> int:
         """Return the integer >= 1 of the first key that has a value; 0 after an error."""
@@ -64,7 +77,7 @@ class ConfigReader:
 
     def flag(self, key: str, default: bool) -> bool:
         """Return True or False."""
-        value = self.config.get(key)
+        value = self.value(key)
         if value is None:
             return default
         if type(value) is not bool:
@@ -84,14 +97,15 @@ class ConfigReader:
 
     def refuse(self, key: str, *usual: Any, reason: str) -> None:
         """Add a difference if a key has another value than the usual ones, or None."""
-        value = self.config.get(key)
+        value = self.value(key)
         if value is not None and value not in usual:
             self.differences.append(f"{reason}: {key} is {value!r}")
 
     def _first(self, keys: tuple[str, ...]) -> tuple[str, Any]:
-        for key in keys:
-            if self.config.get(key) is not None:
-                return key, self.config[key]
+        values = {key: self.value(key) for key in keys}
+        for key, value in values.items():
+            if value is not None:
+                return key, value
         return keys[0], None
 
 
@@ -249,7 +263,7 @@ def _gpt_neox(c: ConfigReader) -> Fields:
 
 def _opt(c: ConfigReader) -> Fields:
     reason = "the last norm and the embedding must be as wide as the layers"
-    c.refuse("word_embed_proj_dim", c.config.get("hidden_size"), reason=reason)
+    c.refuse("word_embed_proj_dim", c.value("hidden_size"), reason=reason)
     c.refuse("do_layer_norm_before", True, reason=reason)
     c.refuse("_remove_final_layer_norm", False, reason=reason)
     has_bias = c.flag("enable_bias", True)
@@ -284,7 +298,7 @@ def _falcon(c: ConfigReader) -> Fields:
     has_one_kv_head = c.flag("multi_query", True)
     is_parallel = c.flag("parallel_attn", True)
     has_bias = c.flag("bias", False)
-    has_one_norm = c.config.get("num_ln_in_parallel_attn") == 1
+    has_one_norm = c.value("num_ln_in_parallel_attn") == 1
     norms = "before"
     if is_new and not has_one_norm:
         norms = "parallel"
@@ -428,12 +442,13 @@ def fields_of_config(config: Mapping[str, Any], sequence: int | None) -> Fields:
     fields = {**_usual_fields(reader, name, sequence), **FAMILIES[name](reader)}
     has_no_type = "model_type" not in config
     expert_keys = ("num_local_experts", "num_experts", "n_routed_experts")
-    if has_no_type and any([config.get(key) for key in expert_keys]):
+    if has_no_type and any([reader.value(key) for key in expert_keys]):
         fields |= _experts(reader)
         fields["shared"] = reader.integer("shared_expert_intermediate_size", default=0)
     if has_no_type:
         reader.refuse("kv_lora_rank", 0, reason="attention must be that of a Llama")
         reader.refuse("n_shared_experts", 0, reason="it must have a model_type")
+    reader.errors += misspelled(config, reader.keys)
     if not reader.errors:
         _validate_heads(fields, reader.errors)
         _validate_positions(reader, fields, sequence)
@@ -495,13 +510,35 @@ def _usual_fields(c: ConfigReader, name: str, sequence: int | None) -> Fields:
 
 def longest_sequence(c: ConfigReader) -> int:
     """Return the most tokens of a sample that a model takes."""
-    if not any([c.config.get(key) for key in _LENGTHS]):
+    if not any([c.value(key) for key in _LENGTHS]):
         c.errors.append("no number of tokens is named. Give one: sequence")
         return 0
     return c.integer(*_LENGTHS)
 
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+def misspelled(config: Mapping[str, Any], keys: Collection[str]) -> list[str]:
+    """Return an error for each key of a configuration that seems to be another one, misspelled.
+
+    A key that is there is not the one that is meant. So only those that are missing are compared.
+
+    Args:
+        config: whose keys are compared.
+        keys: that are read.
+    """
+    missing = sorted([key for key in keys if key not in config])
+    errors = list[str]()
+    for key in config:
+        if key in keys:
+            continue
+        near_keys = get_close_matches(key, missing, n=1, cutoff=SIMILAR)
+        if near_keys:
+            errors.append(
+                f"{key} is no key that is read. Rename it to {near_keys[0]}, or remove it"
+            )
+    return errors
 
 
 def _validate_positions(c: ConfigReader, fields: Fields, sequence: int | None) -> None:

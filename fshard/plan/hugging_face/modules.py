@@ -7,6 +7,7 @@ config.json ─┬─ layers of one of the families ──> Transformer
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fshard.plan.hugging_face.families import (
     ConfigReader,
     OtherLayersError,
     longest_sequence,
+    misspelled,
     model_type_of,
     read_config,
 )
@@ -93,6 +95,12 @@ def _module_of_transformers(config: dict[str, Any], name: str) -> nn.Module:
             f"got {name!r}."
         )
     _validate_equal_layers(config, name)
+
+    config_class: Any = transformers.CONFIG_MAPPING[name]
+    keys = {"model_type", *signature(config_class).parameters, *config_class.attribute_map}
+    errors = misspelled(config, keys)
+    if errors:
+        raise PlanError(f"plan: config.json of {name}: {'; '.join(errors)}.")
 
     transformers.AttentionInterface.register(ATTENTION, _causal_attention)
     fields = {key: value for key, value in config.items() if key != "model_type"}

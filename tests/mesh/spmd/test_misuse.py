@@ -313,7 +313,7 @@ RESULTS = {
     "a result without dims": (
         lambda: call(torch.sum, X),
         "LayoutError",
-        'has 0 dims, but P("data") has 1 entries',
+        'must have a dim for each entry of P("data"); got 0 for 1',
     ),
     "a flat result": (
         lambda: call(same, X, out_specs=P.flat("data")),
