@@ -31,7 +31,7 @@ from fshard.plan.cost import Cost, cost_on_mesh
 from fshard.plan.estimate import PlanEstimate
 from fshard.plan.layers import LayerTracer
 from fshard.plan.program import LayeredModel
-from fshard.plan.programs.shortened import steps_of_program
+from fshard.plan.programs.shortened import steps_of_programs
 from fshard.tensor.plan import Plan
 from fshard.transforms.train_step import TrainStep
 
@@ -112,7 +112,7 @@ class Answer:
         if plan.microbatches != self.plan.microbatches:
             drawn += f", {plan.microbatches} of {self.plan.microbatches} microbatches"
         part = replace(self.model, layers=layers)
-        steps = steps_of_program(plan, self.estimate.seconds)
+        steps = steps_of_programs(plan, self.estimate.seconds)
         return _run(part, plan, self.state.cluster, steps, drawn)
 
     @property
