@@ -133,6 +133,48 @@ def test_contradiction_stands_beside_its_control_and_the_answer_stays(tab):
     assert tab.get(beside) == ""
 
 
+# -- waiting ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate(server, monkeypatch):
+    """An event that the engine waits for before each answer."""
+    opened = threading.Event()
+    reply = server.engine.reply
+
+    def reply_late(message):
+        opened.wait(60)
+        return reply(message)
+
+    monkeypatch.setattr(server.engine, "reply", reply_late)
+    yield opened
+    opened.set()
+
+
+def test_page_without_an_answer_shows_that_it_computes(server, browser, gate):
+    browser.errors.clear()
+    browser.open(server.address)
+    assert browser.get(f"{by_id('first')}.offsetHeight") > 0
+    assert text_of(browser, "first") == "computing the first answer …"
+
+    gate.set()
+    browser.wait(f"{by_id('answer')}.hidden === false && {ANSWERED}")
+    assert browser.get(f"{by_id('first')}.offsetHeight") == 0
+    assert browser.errors == []
+
+
+def test_answer_is_grey_while_a_slow_change_is_computed(tab, gate):
+    is_grey = f"{by_id('answer')}.classList.contains('stale')"
+    tab.click(choice("plan.zero_stage", 1))
+    tab.wait(is_grey)
+    assert text_of(tab, "status") == "computing …"
+
+    gate.set()
+    settle(tab)
+    assert not tab.get(is_grey)
+    assert text_of(tab, "status") != "computing …"
+
+
 # -- dragging --------------------------------------------------------------------------------------
 
 QUERY = "layers.*.q.weight"
