@@ -336,6 +336,15 @@ def test_numbers_and_shards_fit_their_panels(tab):
     tab.resize(1280)
 
 
+def test_drawing_of_8_by_8_shards_has_legible_letters(tab):
+    """It is 744 pixels wide with letters of 12 pixels; a narrower panel shrinks it."""
+    for width in (900, 1000, 1280, 1440, 1600):
+        tab.resize(width)
+        tab.wait(f"{by_id('mesh')}.clientWidth > 0")
+        assert 12 * tab.get(f"{by_id('shards')}.clientWidth") / 744 >= 7.9
+    tab.resize(1280)
+
+
 def test_answer_moves_no_panel(tab):
     tops = (
         "[...document.querySelectorAll('#answer .panel')].map((x) => x.getBoundingClientRect().top)"
