@@ -1,23 +1,17 @@
 """The command `fshard`, which is also `python -m fshard`.
 
-Each word of `COMMANDS` has a function, which gets the arguments behind the word.
+Each word of `COMMANDS` has a function, which gets the arguments behind the word. Its module is
+imported when it is called: to import all of them takes as long as to import torch.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 
-from fshard.auditing.replay import run as replay
-from fshard.checkpoint import command as checkpoint
-from fshard.doctor.visit import visit
 from fshard.errors import FshardError
-from fshard.explore import command as explore
-from fshard.laboratory import command as lab
-from fshard.launching.torchrun import run
-from fshard.plan.command import run_calibrate, run_plan
-from fshard.testing import certify_command as certify
 
 USAGE = """usage: fshard run [options] [-m] FILE ...
        fshard doctor [--processes N] [--device cpu|cuda] [--json]
@@ -51,15 +45,15 @@ replay   repeat a step whose layouts differed in an audit, on virtual devices
 
 
 COMMANDS = {
-    "run": run,
-    "doctor": visit,
-    "certify": certify.run,
-    "plan": run_plan,
-    "explore": explore.run,
-    "lab": lab.run,
-    "calibrate": run_calibrate,
-    "checkpoint": checkpoint.run,
-    "replay": replay,
+    "run": "fshard.launching.torchrun.run",
+    "doctor": "fshard.doctor.visit.visit",
+    "certify": "fshard.testing.certify_command.run",
+    "plan": "fshard.plan.command.run_plan",
+    "explore": "fshard.explore.command.run",
+    "lab": "fshard.laboratory.command.run",
+    "calibrate": "fshard.plan.command.run_calibrate",
+    "checkpoint": "fshard.checkpoint.command.run",
+    "replay": "fshard.auditing.replay.run",
 }
 
 
@@ -69,8 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:]
     match [*arguments]:
         case [name, *rest] if name in COMMANDS:
+            module, _, function = COMMANDS[name].rpartition(".")
+            command = getattr(import_module(module), function)
             try:
-                return COMMANDS[name](rest)
+                return command(rest)
             except (FshardError, OSError) as error:  # such as a folder that is not there
                 sys.stderr.write(f"{error}\n")
                 return 2

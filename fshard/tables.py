@@ -3,10 +3,10 @@
 A value gives its columns, each with a kind, and its rows of values. Both drawings are of these:
 
     Table ──> text_of    boxes of lines, by rich, 110 columns wide
-          ──> html_of    a <table> whose rows have one line each and sort by value, with units
+          ──> html_of    a <table> whose rows sort by value, with units
 
 The kind of a column decides how a value is written, its unit, its side, and which column shrinks
-first where a page is narrow: the source lines.
+first where a page is narrow: the source lines. Then texts wrap.
 """
 
 from __future__ import annotations
@@ -248,7 +248,9 @@ border-collapse:collapse;font-size:12px;font-variant-numeric:tabular-nums}
 .fshard-table table.fshard caption{grid-column:1/-1;padding:2px 8px;text-align:left;
 font-weight:600;color:inherit;white-space:normal}
 .fshard-table table.fshard :is(th,td){display:block;min-width:0;max-width:none;padding:2px 8px;
-border:0;text-align:left;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
+border:0;text-align:left;white-space:normal;overflow-wrap:anywhere}
+.fshard-table table.fshard :is(th,.n,.source){white-space:nowrap;overflow:hidden;
+text-overflow:ellipsis}
 .fshard-table table.fshard th{position:relative;padding-right:18px;font-weight:600;
 cursor:pointer;border-bottom:1px solid var(--jp-border-color1,rgba(128,128,128,.6))}
 .fshard-table table.fshard .n{text-align:right}
@@ -281,9 +283,10 @@ _KEY = "if(event.key==='Enter'||event.key===' '){event.preventDefault();event.ta
 
 # Note [Columns that shrink]
 # On a narrow page numbers keep their width, and source lines, of width 1fr, have what all others
-# leave: they shrink first. Other long texts are cut where that is not enough. A text that is cut
-# is in full in the title of its cell.
-_LONG = 16  # letters of a text, or of a source line, that is always shown
+# leave: they shrink first, and are cut, so that a ledger has a line a row. A source line that is
+# cut is in full in the title of its cell. Where that is not enough other long texts wrap within
+# their row, the longest first.
+_LONG = 16  # letters of a text, or of a source line, that are always on one line
 
 
 def html_of(table: Table) -> str:
@@ -340,6 +343,8 @@ def _html_cell(column: TableColumn, cell: TableCell) -> str:
     classes: list[str] = []
     if column.kind in _NUMBERS:
         classes.append("n")
+    elif column.kind == "source":
+        classes.append("source")
     if cell.text == "":
         classes.append("again")
     attributes = f' class="{" ".join(classes)}"' if classes else ""
@@ -352,7 +357,7 @@ def _html_cell(column: TableColumn, cell: TableCell) -> str:
     title = ""
     if cell.kind == "bytes" and value is not None and cell.value >= 1024:
         title = byte_text(int(cell.value))
-    elif column.kind not in _NUMBERS and len(text) > _LONG:
+    elif column.kind == "source" and len(text) > _LONG:
         title = text
     if title:
         attributes += f' title="{escape(title)}"'

@@ -46,6 +46,11 @@ class RandomState:
     def __init__(self, *generators: torch.Generator | np.random.Generator | random.Random) -> None:
         self._extra = [*map(_generator, generators)]
 
+    def __repr__(self) -> str:
+        """Return the kinds of the generators, without the one of a GPU, which this would begin."""
+        kinds = ["torch", "numpy", "Python", *[generator.kind for generator in self._extra]]
+        return f"RandomState({', '.join(kinds)})"
+
     def _generators(self) -> dict[str, _Generator]:
         """Return all generators by number and kind; the current GPU may be another than before."""
         numpy_generator: Any = np.random.mtrand._rand  # pyright: ignore

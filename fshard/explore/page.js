@@ -1332,6 +1332,7 @@ const rowKey = (row) => row && `${row.collective} ${row.axes.join("+")} ${row.si
 function setDocument(page, data) {
   page.data = data;
   page.plans = data.plans;
+  page.box.classList.toggle("two", data.plans.length === 2); // their numbers and lanes need more room
   page.inCalls = data.clock === "calls"; // a recording has no seconds, but calls in order
   page.longest = Math.max(...data.plans.map(lengthOf));
   page.allLanes = [...new Set(data.plans.flatMap(lanesOfPlan))].slice(1); // but the units

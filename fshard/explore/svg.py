@@ -25,7 +25,8 @@ _HEIGHT = 34.0  # of a cell
 _GAP = 6.0  # between cells
 _BLOCK_GAP = 14.0
 _MARGIN = 10.0  # of the picture
-_WIDEST = 760.0  # a line of blocks, in a notebook of 900 pixels
+_WIDEST = 760.0  # a line of blocks, or of columns, in a notebook of 900 pixels
+_MOST_SHRUNK = 1140.0  # a block that shrinks to it, with letters of 8 px instead of 12
 _FULL = 104.0  # the width of the longest flat shard
 _MOST_CARDS = 3  # of a stack of replicas
 _CARD = 2.5  # the part of a lower card that is seen, to the right and below
@@ -95,9 +96,9 @@ def _blocks(grid: Grid) -> Drawn:
 
 
 def _block(grid: Grid, block: GridBlock) -> Drawn:
-    """Draw a block: its title, the names of the sides and the ranges around the cells."""
+    """Draw a block: its title, and its cells; columns that are far too many continue below."""
     row_title, row_labels = _title_and_labels(grid.rows)
-    column_title, column_labels = _title_and_labels(grid.columns)
+    _, column_labels = _title_and_labels(grid.columns)
     gutter = 0.0  # the width of the names of rows, left of the cells
     if grid.rows is not None:
         gutter = max(_width(text) + 8 for text in (row_title, *row_labels))
@@ -105,18 +106,54 @@ def _block(grid: Grid, block: GridBlock) -> Drawn:
     for column, label in enumerate(column_labels):
         widths.append(_column_width(grid, block, column, label))
 
-    parts: list[str] = []
+    svg = ""
     top = 0.0
+    width = _width(block.title)
     if block.title:
-        parts.append(_text(block.title, gutter, 12, bold=True))
+        svg += _text(block.title, gutter, 12, bold=True)
         top += _LINE
+
+    lines = [[*range(len(widths))]]
+    if gutter + sum(widths) > _MOST_SHRUNK:
+        lines = in_lines(widths, _GAP, _WIDEST - gutter)
+    for number, columns in enumerate(lines):
+        if number:
+            top += _SPACE.height
+        drawn = _columns(grid, block, columns, widths, gutter, top)
+        svg += drawn.svg
+        top += drawn.height
+        width = max(width, drawn.width)
+    return Drawn(svg, gutter + width + _GAP, top)
+
+
+def _columns(
+    grid: Grid,
+    block: GridBlock,
+    columns: Sequence[int],
+    widths: Sequence[float],
+    gutter: float,
+    begin: float,
+) -> Drawn:
+    """Draw some columns of a block, below `begin`: the names of the sides, the ranges, the cells.
+
+    The width is that of the cells, without the gutter.
+    """
+    row_title, row_labels = _title_and_labels(grid.rows)
+    column_title, column_labels = _title_and_labels(grid.columns)
+    lefts: dict[int, float] = {}
+    x = gutter
+    for column in columns:
+        lefts[column] = x
+        x += widths[column] + _GAP
+
+    parts: list[str] = []
+    top = begin
     if grid.columns is not None:
         parts.append(_text(column_title, gutter, top + 12))
         baseline = top + 12 + _LINE
-        x = gutter
-        for label, width in zip(column_labels, widths, strict=True):
-            parts.append(_text(label, x + width / 2, baseline, anchor="middle"))
-            x += width + _GAP
+        for column, left in lefts.items():
+            middle = left + widths[column] / 2
+            parts.append(_text(column_labels[column], middle, baseline, anchor="middle"))
         if grid.rows is not None:
             parts.append(_text(row_title, gutter - 8, baseline, anchor="end"))
         top += 2 * _LINE
@@ -125,18 +162,17 @@ def _block(grid: Grid, block: GridBlock) -> Drawn:
         height = _HEIGHT if any(cells) else _LINE
         if grid.rows is not None:
             parts.append(_text(label, gutter - 8, top + height / 2 + 4, anchor="end"))
-        x = gutter
-        for cell, width in zip(cells, widths, strict=True):
+        for column, left in lefts.items():
+            cell = cells[column]
+            width = widths[column]
             if cell is None:
-                parts.append(_text("…", x + width / 2, top + height / 2 + 4, anchor="middle"))
+                parts.append(_text("…", left + width / 2, top + height / 2 + 4, anchor="middle"))
             else:
-                parts.append(_cell(grid, cell, x, top, width, height))
-            x += width + _GAP
+                parts.append(_cell(grid, cell, left, top, width, height))
         top += height + _GAP
 
-    width_of_cells = sum(widths) + _GAP * (len(widths) - 1)
-    width = max(width_of_cells, _width(block.title), _width(column_title))
-    return Drawn("".join(parts), gutter + width + _GAP, top)
+    width_of_cells = x - gutter - _GAP
+    return Drawn("".join(parts), max(width_of_cells, _width(column_title)), top - begin)
 
 
 def _title_and_labels(side: Side | None) -> tuple[str, Sequence[str]]:

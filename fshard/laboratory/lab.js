@@ -29,6 +29,7 @@ const MARKUP = `
   <p id="refused" class="notice" role="alert"></p>
   <div id="lab">
     <aside id="controls" aria-label="controls"></aside>
+    <p id="first" role="status" hidden>computing the first answer …</p>
     <div id="answer" hidden>
       ${PANELS.numbers}
       <div class="panel" id="verdicts">
@@ -256,7 +257,6 @@ function documentOf(lab) {
 function drawLab(lab) {
   const began = performance.now();
   const data = documentOf(lab);
-  lab.get("page").classList.toggle("two", data?.plans.length === 2); // their lanes need more room
   if (data && !lab.page) openPage(lab, data);
   else if (data) show(lab.page, data, lab.active);
   if (lab.slots.A.answer) drawControls(lab);
@@ -303,7 +303,7 @@ function askShards(lab) {
   slot.askedShards = pattern;
   ask(lab, name, "shards");
 }
-/** Draw the buttons above, and grey the answer if it is of an older state. */
+/** Draw the buttons above, and an error of the state. */
 function drawBar(lab) {
   lab.get("undo").disabled = !lab.past.length;
   lab.get("redo").disabled = !lab.future.length;
@@ -312,13 +312,13 @@ function drawBar(lab) {
   lab.get("compare").disabled = !lab.page;
   lab.get("link").textContent = lab.engine.linkTitle;
   const { error } = activeSlot(lab);
-  lab.get("answer").classList.toggle("stale", Boolean(error));
   // Without a control or a leaf to stand beside, an error stands above.
   const isAbove = error && !controlOf(lab, error.field) && !rowOf(lab, error.field);
   lab.get("refused").textContent = isAbove ? error.text : "";
   drawStatus(lab);
   if (lab.page) lab.engine.onFragment(linkFragment(lab));
 }
+/** Write what the engine does, and grey the answer if it is of an older state. */
 function drawStatus(lab) {
   const { isAsked, isLate, error, answer } = activeSlot(lab);
   const isComputed = answer && answer.milliseconds !== null; // not one that was kept
@@ -326,6 +326,9 @@ function drawStatus(lab) {
   if (error) words = "not possible";
   if (isLate) words = "computing …";
   lab.get("status").textContent = words;
+  lab.get("answer").classList.toggle("stale", Boolean(error) || isLate);
+  const areAsked = namesOf(lab).some((name) => lab.slots[name].isAsked);
+  lab.get("first").hidden = Boolean(lab.page) || !areAsked;
   lab.get("page").dataset.state = isAsked ? "asked" : "answered";
 }
 const VERDICTS = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,10 @@ from fshard.mesh.layout.make import make_mesh
 from fshard.parallelism.build import param_rules, rules_with, split_model, step_options
 from fshard.randomness import keyed_random
 from fshard.tensor.plan import Plan
-from fshard.testing.certificate import Certificate, CertificateRow
-from fshard.testing.certify import certify, certify_module
 from fshard.transforms.module.functionalize import functionalize
+
+if TYPE_CHECKING:  # slow to import, as it imports DTensor
+    from fshard.testing.certificate import Certificate, CertificateRow
 
 MOST_PARAMETERS = 4_000_000
 """The parameters of a model that is trained for a proof."""
@@ -214,6 +215,8 @@ def _drawn_like(rows: int, generator: torch.Generator, x: Tensor) -> Tensor:
 
 def _certify_full(answer: Answer, loss: Callable[..., Tensor]) -> Certificate:
     """Certify the step of a full model."""
+    from fshard.testing.certify import certify  # slow to import: the page is there before
+
     model = answer.model
     plan = answer.plan
     batch = training_batch(answer)
@@ -255,6 +258,8 @@ def _certify_full(answer: Answer, loss: Callable[..., Tensor]) -> Certificate:
 
 def _certify_stages(answer: Answer, loss: Callable[..., Tensor]) -> Certificate:
     """Certify the step of stages, by the plugin that runs them."""
+    from fshard.testing.certify import certify_module  # slow to import: the page is there before
+
     model = answer.model
     plan = answer.plan
     batch = training_batch(answer)
@@ -280,7 +285,7 @@ def _certify_stages(answer: Answer, loss: Callable[..., Tensor]) -> Certificate:
 
 def verdict_of(certificate: Certificate, blocks: str) -> dict[str, Any]:
     """Return the verdict of all leaves, a sentence, and a row for each leaf of all layers."""
-    worst = dict[str, CertificateRow]()
+    worst: dict[str, CertificateRow] = {}
     for row in certificate.rows:
         pattern = pattern_of(row.leaf.replace("[", ".").replace("]", ""), blocks)
         known = worst.get(pattern)

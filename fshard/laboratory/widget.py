@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -20,7 +20,9 @@ from fshard.mesh.layout import Mesh, PyTree
 from fshard.parallelism.value import Parallelism
 from fshard.plan.models import Transformer
 from fshard.plan.program import Loss
-from fshard.testing.certificate import Certificate
+
+if TYPE_CHECKING:  # slow to import, as it imports DTensor
+    from fshard.testing.certificate import Certificate
 
 
 class Lab:

@@ -124,6 +124,12 @@ class Report:
         if self.step % self.every == 0 or self.step == self._first_step:
             self._report(numbers)
 
+    def __repr__(self) -> str:
+        """Return the kinds of the writers, and the steps."""
+        words = [type(writer).__name__ for writer in self.writers]
+        words += [f"every={self.every}", f"step={self.step}"]
+        return f"Report({', '.join(words)})"
+
     def _report(self, numbers: Mapping[str, Any]) -> None:
         """Pass numbers to the writers, on device 0."""
         values: dict[str, float] = {}

@@ -128,6 +128,11 @@ def test_rows_are_one_array_by_device(tmp_path):
     ]
 
 
+def test_random_state_in_a_notebook_names_its_generators():
+    state = fs.RandomState(torch.Generator(), np.random.default_rng(0))
+    assert repr(state) == "RandomState(torch, numpy, Python, cpu, PCG64)"
+
+
 def test_other_generators_raise(tmp_path):
     fs.save(tmp_path, fs.RandomState(torch.Generator()))
     with pytest.raises(

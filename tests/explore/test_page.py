@@ -155,6 +155,27 @@ def test_a_bar_that_ends_at_the_left_edge_is_drawn(tmp_path):
     assert "of" in leaves
 
 
+FITTING_NUMBERS = """{
+const tiles = [...get("numbers").children];
+get("page").style.width = "%dpx";
+const isCut = tiles.some((tile) => tile.scrollWidth > tile.clientWidth);
+const lines = tiles.map((tile) => [...tile.querySelectorAll("em")].map((em) => em.getClientRects().length));
+notes.push([isCut, Math.max(...lines.flat())]);
+}"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+@pytest.mark.parametrize("is_pair", [False, True], ids=["one plan", "two plans"])
+def test_numbers_fit_their_tiles_and_changes_do_not_wrap(is_pair, tmp_path):
+    compare = zero(1) if is_pair else None
+    widths = (800, 900, 1000, 1280)
+    script = "".join([FITTING_NUMBERS % width for width in widths])
+
+    notes, _ = shown_by(page(zero(), compare=compare), script, tmp_path)
+
+    assert notes == ["false,1"] * len(widths)
+
+
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_16384_devices_are_drawn_within_a_second(tmp_path):
     (note,), milliseconds = shown_by(page(zero(devices=8192)), 'note("mesh-note")', tmp_path)

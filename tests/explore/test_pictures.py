@@ -100,6 +100,19 @@ def test_html_of_wide_pictures_scales_to_its_column(shown):
     check_svg(svg)
 
 
+def test_columns_that_are_far_too_wide_for_a_notebook_continue_below():
+    mesh = fs.make_mesh({"data": 16}, runtime="abstract")
+    drawn = picture((8192, 28672), layout=fs.Layout(mesh, P(None, "data")))
+
+    (svg,) = svgs(drawn._repr_html_())
+
+    check_svg(svg)
+    assert float(svg.get("width")) < 800
+    texts = [text.text for text in svg.iter(f"{SVG}text")]
+    assert [text for text in texts if text.isdigit()] == [str(device) for device in range(16)]
+    assert texts.count("0:8192") == 3  # the row is named on each line
+
+
 def test_flat_picture_at_a_coordinate_has_ordinary_width():
     (svg,) = svgs(wide(P.flat("data", at={"pipe": 1}), data=2, pipe=2).svg)
     assert float(svg.get("width")) < 800

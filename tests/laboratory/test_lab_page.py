@@ -133,6 +133,48 @@ def test_contradiction_stands_beside_its_control_and_the_answer_stays(tab):
     assert tab.get(beside) == ""
 
 
+# -- waiting ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate(server, monkeypatch):
+    """An event that the engine waits for before each answer."""
+    opened = threading.Event()
+    reply = server.engine.reply
+
+    def reply_late(message):
+        opened.wait(60)
+        return reply(message)
+
+    monkeypatch.setattr(server.engine, "reply", reply_late)
+    yield opened
+    opened.set()
+
+
+def test_page_without_an_answer_shows_that_it_computes(server, browser, gate):
+    browser.errors.clear()
+    browser.open(server.address)
+    assert browser.get(f"{by_id('first')}.offsetHeight") > 0
+    assert text_of(browser, "first") == "computing the first answer …"
+
+    gate.set()
+    browser.wait(f"{by_id('answer')}.hidden === false && {ANSWERED}")
+    assert browser.get(f"{by_id('first')}.offsetHeight") == 0
+    assert browser.errors == []
+
+
+def test_answer_is_grey_while_a_slow_change_is_computed(tab, gate):
+    is_grey = f"{by_id('answer')}.classList.contains('stale')"
+    tab.click(choice("plan.zero_stage", 1))
+    tab.wait(is_grey)
+    assert text_of(tab, "status") == "computing …"
+
+    gate.set()
+    settle(tab)
+    assert not tab.get(is_grey)
+    assert text_of(tab, "status") != "computing …"
+
+
 # -- dragging --------------------------------------------------------------------------------------
 
 QUERY = "layers.*.q.weight"
@@ -291,6 +333,15 @@ def test_numbers_and_shards_fit_their_panels(tab):
             "[...document.querySelectorAll('#numbers em')].map((x) => x.getClientRects().length)"
         )
         assert set(tab.get(lines)) == {1}
+    tab.resize(1280)
+
+
+def test_drawing_of_8_by_8_shards_has_legible_letters(tab):
+    """It is 744 pixels wide with letters of 12 pixels; a narrower panel shrinks it."""
+    for width in (900, 1000, 1280, 1440, 1600):
+        tab.resize(width)
+        tab.wait(f"{by_id('mesh')}.clientWidth > 0")
+        assert 12 * tab.get(f"{by_id('shards')}.clientWidth") / 744 >= 7.9
     tab.resize(1280)
 
 

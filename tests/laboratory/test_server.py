@@ -5,7 +5,10 @@ Oracle: the status of requests as another page, or another host, would make them
 
 import http.client
 import json
+import re
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -144,6 +147,24 @@ def test_server_prints_the_errors_of_open_pages_alone(server, is_closed, monkeyp
 
     printed = capsys.readouterr().err
     assert printed == "" if is_closed else "KeyError: 'a fault'" in printed
+
+
+def test_command_prints_its_address_at_once_into_a_file():
+    command_line = [sys.executable, "-m", "fshard", "lab", "--no-browser"]
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        process.kill()
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=\S+\n", line)
+
+
+def test_command_imports_no_slow_module_before_its_address():
+    """DTensor, which proofs need, takes as long to import as the half of torch."""
+    code = (
+        "import sys, fshard.command, fshard.laboratory.command\n"
+        "print({'torch.distributed.tensor', 'sympy'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_command_refuses_a_port_that_is_none():

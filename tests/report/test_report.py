@@ -84,6 +84,12 @@ MISUSE = {
 }
 
 
+def test_report_in_a_notebook_is_its_writers_and_steps():
+    report = fs.report.Report(Recorder(), Recorder(), every=10, step=7)
+    report(loss=1.0)
+    assert repr(report) == "Report(Recorder, Recorder, every=10, step=8)"
+
+
 @pytest.mark.parametrize("name", MISUSE)
 def test_wrong_arguments_raise(name):
     call, words = MISUSE[name]

@@ -128,6 +128,16 @@ class Timeline:
 
     events: list[Event] = field(default_factory=list[Event])
 
+    def __repr__(self) -> str:
+        """Return the number of events, of their devices, and the seconds between first and last."""
+        if not self.events:
+            return "Timeline(no events)"
+        devices = len({event.device for event in self.events})
+        begin = min([event.start for event in self.events])
+        end = max([event.end for event in self.events])
+        seconds = rounded(end - begin)
+        return f"Timeline(events={len(self.events)}, devices={devices}, seconds={seconds})"
+
     def to_chrome_trace(self) -> str:
         """Write it as JSON for ui.perfetto.dev and chrome://tracing.
 

@@ -3,9 +3,11 @@
 from fractions import Fraction
 from xml.etree import ElementTree
 
+from fshard.pipeline.schedule.actions import Action
 from fshard.pipeline.schedule.builders import pipeline_schedule
 from fshard.pipeline.schedule.communication import with_messages, with_units
 from fshard.pipeline.schedule.simulate import simulate
+from fshard.pipeline.schedule.trace import Event, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -39,6 +41,13 @@ time 18, bubble 1/3, at most 3 activations on a device
 """
     )
     assert str(with_units(with_messages(schedule))) == str(schedule)
+
+
+def test_timeline_in_a_notebook_is_one_short_line():
+    events = [Event(device, Action.parse("0F1"), 2.0 + device, 3.5 + device) for device in (0, 1)]
+
+    assert repr(Timeline(events * 500)) == "Timeline(events=1000, devices=2, seconds=2.5)"
+    assert repr(Timeline()) == "Timeline(no events)"
 
 
 def test_simulation_is_drawn_to_scale_of_shortest_action():
