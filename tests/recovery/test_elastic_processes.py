@@ -222,7 +222,9 @@ def train_to_an_error(error, run, write):
     fs.elastic(trained.of_count, timeout=run.timeout)(program)()
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt(), thorough(SystemExit(3))])
+@pytest.mark.parametrize(
+    "error", [ValueError("a bug"), KeyboardInterrupt(), thorough(SystemExit(3))]
+)
 def test_an_error_of_all_processes_is_no_loss(error, tmp_path):
     """The last ones see that the first ones have left, and raise their own error all the same."""
     run = Run(tmp_path, has_folder=False)
