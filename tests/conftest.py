@@ -75,9 +75,17 @@ PRELOADED = [
     "pytest",
     "torch._dynamo",
     "fshard.testing.gpt",
+    "fshard.command",
+    "fshard.recovery.elastic",
+    "fshard.refit",
 ]
 """Modules that tests in processes need: imported once, in the process that all others are forked
 from.
+"""
+
+LLAMA = "transformers.models.llama.modeling_llama"
+"""The model of most tests with transformers, whose import takes a process two seconds. It is
+preloaded, too, if the files of the tests that run import transformers: each process would.
 """
 
 
@@ -100,7 +108,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if isinstance(item, pytest.Function)
     )
     if sys.platform == "linux" and starts:
-        multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
+        preloaded = [*PRELOADED, LLAMA] if "transformers" in sys.modules else PRELOADED
+        multiprocessing.forkserver.set_forkserver_preload(preloaded)
         multiprocessing.forkserver.ensure_running()
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None and sys.platform == "linux":

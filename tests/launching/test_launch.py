@@ -14,10 +14,8 @@ from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
-from nbclient import NotebookClient
 
 import fshard as fs
 from fshard.launching import travel
@@ -267,6 +265,10 @@ fs.launch(total, 1.0, processes=2)
 
 
 def test_launch_in_a_notebook_shows_output(tmp_path):
+    # Processes import this file, too, and these packages take them longer than all else.
+    import nbformat
+    from nbclient import NotebookClient
+
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     place = {"metadata": {"path": tmp_path}}
     NotebookClient(notebook, timeout=120, coalesce_streams=True, resources=place).execute()

@@ -33,7 +33,7 @@ from tests.recovery.training_processes import (
 
 @pytest.mark.parametrize(
     ("name", "victim"),
-    [("zero 3", 0), thorough("zero 1", 2), ("tensor axis", 2), ("dropout", 3)],
+    [("zero 3", 0), thorough("zero 1", 2), ("tensor axis", 2), thorough("dropout", 3)],
 )
 def test_a_killed_process_changes_no_bit(name, victim, tmp_path):
     run = start(tmp_path, name, 12, seconds=0.01, has_folder=False)
@@ -51,7 +51,7 @@ def test_a_killed_process_changes_no_bit(name, victim, tmp_path):
 @pytest.mark.parametrize(
     ("name", "kills"),
     [
-        ("zero 3", 3),
+        ("zero 3", 2),
         pytest.param("zero 3", 100, marks=pytest.mark.thorough),
         pytest.param("state on the host", 100, marks=pytest.mark.thorough),
     ],
@@ -91,12 +91,15 @@ def test_state_on_disk_survives_kills_at_random_times(kills, tmp_path, monkeypat
 
 
 def wait_for_two(run, processes, after):
-    """Wait until two of some processes have made a step since a time."""
+    """Wait until two of some processes have made a step since a time, in a world of them all."""
 
     def have_made():
         run.check_errors(processes)
         rows = [run.last(process) for process in processes]
-        return sum("step" in row and row["at"] > after for row in rows) == 2
+        # The others are spares, which log nothing. One that is new may not have joined: a run that
+        # ends before leaves it alone.
+        trainers = [row for row in rows if "step" in row and row["at"] > after]
+        return [row["processes"] for row in trainers] == [len(processes)] * 2
 
     wait_until(have_made, 60)
 
@@ -219,7 +222,9 @@ def train_to_an_error(error, run, write):
     fs.elastic(trained.of_count, timeout=run.timeout)(program)()
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize(
+    "error", [ValueError("a bug"), KeyboardInterrupt(), thorough(SystemExit(3))]
+)
 def test_an_error_of_all_processes_is_no_loss(error, tmp_path):
     """The last ones see that the first ones have left, and raise their own error all the same."""
     run = Run(tmp_path, has_folder=False)

@@ -31,7 +31,8 @@ def train(name, steps, seconds, options, run, write):
 
         def save_and_log(step, tree, **save_options):
             save(step, tree, **save_options)
-            write(step=step, devices=elastic_run.mesh.size)
+            processes = fs.mesh.process_count()
+            write(step=step, devices=elastic_run.mesh.size, processes=processes)
             time.sleep(seconds)
 
         elastic_run.save = save_and_log
