@@ -180,6 +180,16 @@ def test_rows_that_several_ranks_read_are_warned_of(tmp_path):
     )
 
 
+def test_step_that_a_rank_leaves_out_is_named(tmp_path):
+    """The other rank has made its steps, and is waited for in the next backward."""
+    file = tmp_path / "train.py"
+    assert LOADED.count("opt.step()") == 1
+    file.write_text(LOADED.replace("opt.step()", "if rank == 0: opt.step()"))
+    first = certify_script(file, DATA, timeout=40).first
+    assert "the ranks have made [2, 0] steps of optimizers" in first.reason
+    assert "rank 1, which others have left, ended by" in first.reason
+
+
 def drawn_by_loader(rank):
     """The generator of a loader, which has drawn the seed of its workers first."""
     generator = torch.Generator().manual_seed(rank)

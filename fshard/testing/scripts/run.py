@@ -33,12 +33,22 @@ LINES = 20
 
 
 class Script(NamedTuple):
-    """A file, and how Python runs it; the collectives of its processes may be recorded."""
+    """A file, and how Python runs it.
+
+    Args:
+        path: of the file.
+        arguments: of its command line.
+        directory: in which it runs.
+        steps: after which it ends.
+        patience: seconds that one process waits for another in a collective.
+        is_recorded: the collectives of its processes are recorded.
+    """
 
     path: str
     arguments: tuple[str, ...]
     directory: str
     steps: int
+    patience: float
     is_recorded: bool = False
 
     @property
@@ -80,15 +90,16 @@ class ScriptError(RuntimeError):
 def run_in_processes(script: Script) -> ScriptRecord:
     """Run a script as one of several processes."""
     store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-    place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store)
-    return _run(script, place, Draws(1 + place.rank), None, None)
+    rank = int(os.environ["RANK"])
+    place = Place(rank, int(os.environ["WORLD_SIZE"]), store, script.patience)
+    return _run(script, place, Draws(1 + rank), None, None)
 
 
 def run_alone(script: Script, replayed: Batches, start: Start) -> ScriptRecord:
     """Run a script as the only process, with the batches of all. Its draws differ by the rank."""
     shift = 1000 * int(os.environ["RANK"])
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    place = Place(0, 1, HashStore())
+    place = Place(0, 1, HashStore(), script.patience)
     return _run(script, place, Draws(1, shift), replayed, start)
 
 
@@ -134,7 +145,8 @@ def _run(
 def _execute(script: Script, place: Place, watcher: Watcher, output: Path) -> str:
     """Run a script to its end or its last step.
 
-    Return the error that has ended it in one process after its first steps, else "".
+    Return the error that has ended it after its first steps in one process, or while it waited for
+    a process that has made all its steps; else "".
     """
     try:
         runpy.run_path(script.path, run_name="__main__")
@@ -145,7 +157,8 @@ def _execute(script: Script, place: Place, watcher: Watcher, output: Path) -> st
             raise _error(script, place, error, output) from None
     except Exception as error:
         failure = _error(script, place, error, output)
-        if not (place.is_alone and watcher.has_stepped()):
+        has_steps = watcher.has_stepped() if place.is_alone else _has_another_ended(place)
+        if not has_steps:
             raise failure from None
         return str(failure)
     return ""
@@ -245,6 +258,12 @@ def _last_line(error: SystemExit, output: Path) -> str:
     if isinstance(error.code, int):
         text = output.read_text(errors="replace").strip() or text
     return text.strip().splitlines()[-1]
+
+
+def _has_another_ended(place: Place) -> bool:
+    """Return True if another process has made all its steps, and this one fewer."""
+    others = [rank for rank in range(place.size) if rank != place.rank]
+    return any([place.store.check([f"end {rank}"]) for rank in others])
 
 
 def _wait_for_others(place: Place) -> None:

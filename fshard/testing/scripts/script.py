@@ -87,7 +87,9 @@ def certify_script(
     if record is not None and len(meshes) > 1:
         raise ValueError(f"certify_script: record must be of one mesh; got {len(meshes)} meshes.")
     validate_axes("certify_script", meshes, splits or {}, same)
-    script = Script(str(file), tuple(args), str(Path.cwd()), steps, record is not None)
+    # A process that waits in vain, since another has left a step out, ends before all are late.
+    patience = timeout / 2
+    script = Script(str(file), tuple(args), str(Path.cwd()), steps, patience, record is not None)
     script_alone = script if alone is None else script._replace(arguments=tuple(alone))
     rows: list[CertificateRow] = []
     notes: list[str] = []
@@ -146,6 +148,9 @@ class _ScriptRuns(NamedTuple):
             )
         if len(set(numbers)) > 1:
             text = f"the ranks have made {numbers} steps of optimizers"
+            for rank, each in enumerate(ranks):
+                if each.ended_by:
+                    text += f"; rank {rank}, which others have left, ended by: {each.ended_by}"
             return _Verdict([_row(mesh, "steps", text)], [], 0)
 
         single, takes_more = self._single(ranks)

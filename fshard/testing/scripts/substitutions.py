@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -37,11 +38,13 @@ class Place(NamedTuple):
         rank: of this process.
         size: the number of processes.
         store: in which they meet.
+        patience: seconds that one waits for another in a collective.
     """
 
     rank: int
     size: int
     store: Any
+    patience: float
 
     @property
     def is_alone(self) -> bool:
@@ -118,6 +121,7 @@ def _returning(value: Any) -> MakeReplacement:
 def _processes(place: Place) -> Replacements:
     join = _init_process_group(place)
     without_nccl: dict[str, Any] = {"backend": None, "pg_options": None, "device_id": None}
+    without_nccl["timeout"] = timedelta(seconds=place.patience)
     if place.is_alone:
         without_nccl["ranks"] = None  # the script names the ranks of all processes
     new_group = _setting(**without_nccl)
@@ -136,14 +140,15 @@ def _init_process_group(place: Place) -> MakeReplacement:
     count = 0
 
     def make(original: Any) -> Any:
-        def init_process_group(*args: Any, timeout: Any = None, **kwargs: Any) -> None:
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
             nonlocal count
             if dist.is_initialized():
                 raise ValueError("trying to initialize the default process group twice!")
             count += 1
             # A program may leave the group and join again: the old addresses are under other names.
             store = PrefixStore(f"group {count}", place.store)
-            original("gloo", store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+            patience = timedelta(seconds=place.patience)
+            original("gloo", store=store, rank=place.rank, world_size=place.size, timeout=patience)
 
         return init_process_group
 
