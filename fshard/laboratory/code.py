@@ -88,7 +88,7 @@ def _model(state: LabState, model: LayeredModel) -> Lines:
 
 
 def _batch_of_module(rows: int, model: LayeredModel) -> Lines:
-    """Return the lines that repeat the rows of a batch until a step has all that it takes."""
+    """Return the lines that take as many rows of a batch as a step has: all again, or the first."""
     batch = model.batch
     names = "model, batch and loss"
     if model.loss is None:
@@ -112,7 +112,8 @@ def _batch_of_module(rows: int, model: LayeredModel) -> Lines:
             "model.train()",
         ]
     return [
-        f"# {names} are those that fs.lab was given; rows are repeated, as a step takes {rows}.",
+        f"# {names} are those that fs.lab was given. A step takes {rows} rows: the first ones, and",
+        "# all again where the batch has fewer.",
         f"rows = torch.arange({rows}) % {length}",
         f"batch = {repeated}",
         "model.train()",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fshard.errors import PlanError
+from fshard.errors import FshardError, PlanError
 from fshard.laboratory.answer import Answer
 from fshard.laboratory.engine import Engine, Message
 from fshard.laboratory.page import widget_module
@@ -141,7 +141,8 @@ def lab(
             layers, as `fs.plan.search` takes it.
         batch: of a module: one sample or more. A module of transformers needs a mask of two dims
             in it, and `attn_implementation="eager"`.
-        loss: of a module: a function of the output and the batch.
+        loss: of a module: a function of the output and the batch. Default: the cross-entropy of
+            logits and labels; of a dict the output, or its `loss`.
         blocks: of a module: the path of its layers; default: the longest `ModuleList`.
         mesh: sizes of axes, with the names of `fs.Parallelism`: {"data": 4, "model": 2}.
         layout: sizes and options at first. Of a mesh too: its options.
@@ -191,8 +192,21 @@ def lab(
 
 
 def _checked(lab: Lab) -> Lab:
-    """Return a lab whose model is there and can be called with its batch; else raise."""
-    lab.subject.layered(lab.state)
+    """Return a lab whose model can be called with its batch, and its loss with both; else raise."""
+    layered = lab.subject.layered(lab.state)
+    if lab.subject.module is None:
+        return lab
+    tracer = lab.subject.tracer(lab.state)
+    try:
+        tracer.cost(Parallelism())
+    except FshardError:
+        raise
+    except Exception as error:  # of the module and the loss: all kinds are expected
+        default = "" if layered.loss is not None else " Without loss= it is the cross-entropy."
+        raise PlanError(
+            f"lab: the model and the loss must run on the batch; got {type(error).__name__}: "
+            f"{error}.{default}"
+        ) from error
     return lab
 
 

@@ -265,6 +265,24 @@ def test_lab_of_a_batch_that_the_module_does_not_take_raises_at_once():
         fs.lab(Tower(), {"y": torch.ones(1, 8)})
 
 
+def test_lab_whose_loss_does_not_take_the_batch_raises_at_once():
+    """Labels of regression are none of the default loss."""
+    batch = (torch.randn(3, 8), torch.randn(3, 4, 2))
+    with pytest.raises(PlanError, match="must run on the batch; got .* it is the cross-entropy"):
+        fs.lab(Tower(), batch)
+
+
+def test_code_takes_the_first_rows_or_all_again():
+    for devices in (2, 8):
+        batch = (torch.randn(4, 8), torch.randint(4, (4,)))
+        code = fs.lab(Tower(), batch, devices=devices).code
+        assert f"A step takes {devices} rows: the first ones, and" in code
+
+        names = {"torch": torch, "batch": batch}
+        exec("\n".join([line for line in code.splitlines() if "rows" in line][1:]), names)
+        assert torch.equal(names["batch"][0], batch[0].repeat(2, 1)[:devices])
+
+
 def test_certificate_of_a_lab_is_that_of_its_program():
     subject = tower()
     lab = fs.lab(subject.module, subject.batch, loss=subject.loss, mesh={"data": 2})

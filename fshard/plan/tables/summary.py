@@ -147,6 +147,7 @@ def plans_table(
         notes.append(f"~: by formulas, which were {FORMULA_ERROR}.")
     if not has_several_counts:
         first = estimates[0]
+        notes += _memory_lines(first)
         notes += [
             f"{text}."
             for text in advice(first.plan.devices, first.plan.rows_of_step, first.cluster)
@@ -165,6 +166,21 @@ def plans_table(
         else:
             table.add(*cells, remarks[number])
     return table
+
+
+NEARLY_FULL = 0.95
+"""The part of a device's memory from which on a plan may not fit on a machine."""
+
+
+def _memory_lines(first: PlanEstimate) -> list[str]:
+    """Return a warning if the best plan leaves next to no memory."""
+    part = first.peak / first.cluster.memory
+    if part < NEARLY_FULL:
+        return []
+    return [
+        f"The first plan takes {digits(100 * part)} % of the memory, to which CUDA, NCCL and "
+        "fragments are added: prefer one with less, or give a cluster of less memory."
+    ]
 
 
 def _number_columns(training: Training) -> list[TableColumn]:
@@ -188,7 +204,8 @@ def _numbers(estimate: PlanEstimate, training: Training) -> list[TableCell | Non
     if estimate.program is None:  # a note has the error of formulas
         time = f"~{time}"
     elif has_measured_error(estimate):
-        time = f"{time} ± {TIME_ERROR * seconds:.1g}"
+        error = float(f"{TIME_ERROR * seconds:.1g}")
+        time = f"{time} ± {error:g}"
     cells: list[TableCell | None] = [TableCell(seconds, time)]
     cells.append(None if speed is None else TableCell(speed, short(speed)))
     days = training.days(estimate)
@@ -278,12 +295,13 @@ def _rejected_lines(rejected: Sequence[RejectedPlan]) -> list[str]:
 
 
 def digits(number: float, decimals: int = 0) -> str:
-    """Return a number with some decimals; below 1, where a small model would show zeros, two digits.
+    """Return a number with some decimals, and with two digits at least: small models have small ones.
 
-    >>> digits(1234.5), digits(0.01234)
-    ('1,234', '0.012')
+    >>> digits(1234.5), digits(1.66), digits(0.01234)
+    ('1,234', '1.7', '0.012')
     """
-    return f"{number:,.{decimals}f}" if number >= 1 else f"{number:.2g}"
+    is_small = number < 1 if decimals else number < 10
+    return f"{number:.2g}" if is_small else f"{number:,.{decimals}f}"
 
 
 def short(number: float) -> str:
