@@ -280,7 +280,7 @@ def test_errors_of_machines_are_those_of_the_measure():
     for name, expected in texts.items():
         plans = search(SMALL, cluster=cluster(name), **options)
         text = str(plans.table().notes)
-        assert "±" not in str(plans) and "all by formulas (~)" in text and "0.4 to 1.7" in text
+        assert "±" not in str(plans) and "all by formulas (~)" in text and "0.4 to 1.8" in text
         costed = replace(plans, estimates=[replace(x, by_formula=False) for x in plans])
         notes = costed.table().notes
         assert [expected in note for note in notes if "±" in note] == [True] * bool(expected)

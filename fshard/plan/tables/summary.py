@@ -51,7 +51,7 @@ PUBLISHED = {
 }
 """Published runs by the preset of their GPU; on the other presets none is known."""
 
-FORMULA_ERROR = "0.4 to 1.7 times the time and 0.3 to 3.7 times the memory of 263 drawn programs"
+FORMULA_ERROR = "0.4 to 1.8 times the time and 0.3 to 3.7 times the memory of 263 drawn programs"
 """The range of formulas alone, of which a "~" is: see the guide."""
 
 DEFINITION = (
