@@ -450,7 +450,9 @@ def _by_programs(
     left = PROGRAMS
     for by_formula in sorted(estimates, key=ranked):
         estimate = by_formula
-        ahead = [x for x in fitting if ranked(x) <= ranked(by_formula)]
+        # Plans by formulas alone will be behind this one, so they take no row of the table from it.
+        costed = [x for x in fitting if x.program is not None]
+        ahead = [x for x in costed if ranked(x) <= ranked(by_formula)]
         is_shown = len(ahead) < SHOWN
         size = 0 if by_formula.is_known else by_formula.program_size
         if is_shown and size <= min(left, LONGEST_PROGRAM):

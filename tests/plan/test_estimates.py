@@ -273,6 +273,21 @@ def test_plans_by_formulas_alone_are_behind_those_whose_programs_ran(monkeypatch
     assert [x.seconds for x in ran] == sorted(x.seconds for x in ran)
 
 
+def test_plans_whose_programs_are_too_long_keep_no_other_from_being_costed(monkeypatch):
+    """Those with the least memory by formulas have small microbatches, and a long program each."""
+    module = import_module("fshard.plan.search")
+    options = {"devices": 8, "cluster": H100, "global_batch": 64, "optimizer": ADAMW}
+    options |= {"recompute": "never", "pipeline": 1, "tensor": 1, "goal": "memory"}
+    monkeypatch.setattr(module, "PROGRAMS", 0)
+    by_formula = search(MODELS["tiny"], **options)
+    sizes = sorted([x.program_size for x in by_formula])
+    monkeypatch.setattr(module, "SHOWN", 1)
+    monkeypatch.setattr(module, "PROGRAMS", sizes[0])
+    assert by_formula[0].program_size > sizes[0]
+
+    assert search(MODELS["tiny"], **options)[0].program is not None
+
+
 def test_programs_that_are_too_long_for_a_search_are_marked():
     deep = replace(MODELS["tiny"], layers=64)
     options = {"devices": 16, "cluster": H100, "global_batch": 256, "optimizer": ADAMW}

@@ -119,7 +119,8 @@ def slower_reason(best: PlanEstimate, other: PlanEstimate, left_out: str) -> Rea
     ]
 
     ratio = other.seconds / best.seconds
-    if ratio > 1 + 1e-6:
+    is_slower = ratio > 1 + 1e-6  # else the difference is a rounding
+    if is_slower:
         more = f"{digits(1e3 * (other.seconds - best.seconds))} ms more"
         terms_text = _terms_text(best.terms, other.terms)
         head = f"takes {more}, {ratio:.3g} times as long as the best plan: {terms_text}."
@@ -127,10 +128,12 @@ def slower_reason(best: PlanEstimate, other: PlanEstimate, left_out: str) -> Rea
         head = "is the best plan."
     else:
         head = f"is as fast as the best plan of the search, or faster: {left_out}."
+
     lines = [f"{layout_text(other.plan)} {head}", f"The best: {layout_text(best.plan)}."]
     lines.append(f"{'':22}{'best':>14}{'this':>14}{'more':>14}")
-    text = "\n".join([*lines, *[str(row).rstrip() for row in numbers], *other.notes])
-    return Reason(text, numbers)
+    lines += [str(row).rstrip() for row in numbers]
+    lines += other.notes
+    return Reason("\n".join(lines), numbers)
 
 
 def _compared(
@@ -139,8 +142,9 @@ def _compared(
     """Return the terms of two plans; one that only one of them has is 0 in the other."""
     rows = list[ComparedNumber]()
     for name in {**best, **other}:
-        x, y = best.get(name, 0.0), other.get(name, 0.0)
-        rows.append(ComparedNumber(name, factor * x, factor * y, unit))
+        number_of_best = factor * best.get(name, 0.0)
+        number_of_other = factor * other.get(name, 0.0)
+        rows.append(ComparedNumber(name, number_of_best, number_of_other, unit))
     return rows
 
 
